@@ -1,0 +1,1 @@
+"""Types and facts shared by the whole engine. Nothing here imports jax."""

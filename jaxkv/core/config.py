@@ -1,0 +1,59 @@
+"""EngineConfig: every setting of the engine, under the names people know from vLLM."""
+
+import dataclasses
+from typing import Literal
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine; `None` means "choose for this model and device", and the choice is logged at start."""
+
+    model: str = "demo"
+    """`demo`, a Hugging Face repo id, a folder of safetensors, a `.gguf` file, or an Orbax checkpoint folder."""
+    tokenizer: str | None = None
+    """Folder or repo id of another tokenizer; None takes the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face repo."""
+    download_dir: str | None = None
+    """Where downloads are cached; None is each library's own cache."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template that replaces the model's own."""
+    dtype: str = "auto"
+    """Weights and activations: auto is float32 on CPU, bfloat16 on GPU."""
+    seed: int = 0
+    """Seeds the requests that bring no seed of their own."""
+    max_model_len: int | None = None
+    """Longest prompt plus output; None takes the model's own limit, lowered to what the KV pool can hold."""
+    block_size: int | None = None
+    """Tokens a KV block: 16 on CPU, 64 on GPU unless set. 8 works on the XLA path only."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, temporaries and KV together."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the KV pool. Unset: on GPU what gpu_memory_utilization leaves; on CPU a quarter of the free memory, at most 2 GiB."""
+    num_gpu_blocks_override: int | None = None
+    """Exact number of usable KV blocks, whatever the memory; the null block comes on top."""
+    kv_cache_dtype: str = "auto"
+    """Stored KV format; auto is the weights' dtype."""
+    max_num_seqs: int | None = None
+    """Most requests that decode together: 16 on CPU, 256 on GPU unless set."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step: 512 on CPU, 8192 on GPU unless set."""
+    enable_prefix_caching: bool = True
+    """Share the KV blocks of equal prompt prefixes."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests: arrival, or the request's own priority (lower first), then arrival."""
+    decode_steps: int = 0
+    """Decode steps a device call, C; 0 adapts it to the load."""
+    enforce_eager: bool = False
+    """Run the step functions un-jitted with C = 1: for comparison and debugging only."""
+    tensor_parallel_size: int = 1
+    """GPUs that share one model. Only 1 for now."""
+    attention_implementation: str | None = None
+    """Names a kernel implementation (`xla`, `reference`, ...), which then runs or raises; None picks the best supported once."""
+    max_logprobs: int = 20
+    """Most alternatives a request may ask for with logprobs."""
+    compilation_cache_dir: str | None = None
+    """JAX's persistent compilation cache; None is ~/.cache/jaxkv/xla, empty turns it off."""

@@ -1,0 +1,147 @@
+"""The seam between the control plane (decides) and the data plane (computes): one StepPlan down, one StepResult up.
+
+Inside a step the order is: block copies, row updates, prefill chunks, then up to `num_steps` decode steps. Steps run in
+the order of their ids, also when the next one is submitted before the last one is read, so a block freed by the host
+may be given to any later plan.
+"""
+
+import dataclasses
+
+from jaxkv.core.request import SamplingParams, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillChunk:
+    """Consecutive known tokens of one request whose KV this step computes.
+
+    Attributes:
+      row: the request's row; its block table (after this plan's updates) covers start + len(token_ids) tokens.
+      start: position of the first token; everything before it is already in blocks.
+      is_last: the chunk reaches the request's last known token: sample the next token and activate the row.
+    """
+
+    request_id: str
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """What a row must know of its new owner.
+
+    Attributes:
+      sampling: with a concrete `seed`.
+      max_new_tokens: tokens the row may still produce (after a preemption: what is left).
+      min_new_tokens: tokens before which no stop id may be chosen.
+      stop_ids: ids that end the row, end-of-sequence ids included; they are emitted, then the row goes inactive.
+    """
+
+    sampling: SamplingParams
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """New table entries of a row: `blocks` go to columns first_column, first_column + 1, ...
+
+    `admission` is set when the row gets a new owner: its old state is replaced and it stays inactive until the request's
+    last prefill chunk has run.
+    """
+
+    row: int
+    first_column: int
+    blocks: tuple[int, ...]
+    admission: Admission | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCopy:
+    """Copy the first `num_tokens` tokens of block `src` into block `dst`, in every layer (copy-on-write)."""
+
+    src: int
+    dst: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    request_id: str
+    row: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanShape:
+    """All that a cost model may see of a plan.
+
+    Attributes:
+      prefill_tokens: new prompt tokens computed; prefill_context: tokens already in cache that they attend to, summed.
+      decode_rows / decode_kv_tokens: rows that decode, and the KV tokens they attend to in the first step, summed.
+      num_steps: most decode steps. bucket: padded (prefill tokens, decode rows) as the executor would run them.
+    """
+
+    prefill_tokens: int
+    prefill_context: int
+    decode_rows: int
+    decode_kv_tokens: int
+    num_steps: int
+    bucket: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    step_id: int
+    updates: tuple[RowUpdate, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+    num_steps: int = 0
+    """Most decode steps in this call, C; 0 when nothing decodes."""
+    decode_kv_tokens: int = 0
+    """KV tokens the decode rows attend to in the first step, summed (for cost models)."""
+
+    def shape(self) -> PlanShape:
+        return PlanShape(
+            prefill_tokens=sum(len(c.token_ids) for c in self.prefill),
+            prefill_context=sum(c.start for c in self.prefill),
+            decode_rows=len(self.decode),
+            decode_kv_tokens=self.decode_kv_tokens,
+            num_steps=self.num_steps,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResult:
+    """What one request got out of a step: sampled tokens, and whether the device saw it end.
+
+    Attributes:
+      token_ids: in order; empty when the row was already inactive.
+      stopped: the last token is one of the row's stop ids.
+      exhausted: max_new_tokens is used up.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    stopped: bool = False
+    exhausted: bool = False
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTiming:
+    """Seconds on the engine's clock."""
+
+    submitted: float
+    finished: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """`rows` has one entry for each last prefill chunk and each decode row of the plan, in the plan's order."""
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+    timing: StepTiming

@@ -1,0 +1,97 @@
+"""What a caller asks for and what it gets back."""
+
+import dataclasses
+import enum
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Attributes:
+      max_tokens: most new tokens; None means up to max_model_len.
+      temperature: 0 is greedy.
+      top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+      top_p: keep the smallest set whose probability reaches top_p.
+      min_p: drop tokens less likely than min_p times the likeliest.
+      seed: same seed, same prompt, same tokens, whatever else runs; None draws one.
+      stop: texts that end the output (not included in it unless include_stop_str_in_output).
+      stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
+      ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
+      min_tokens: end-of-sequence and stop ids can't be chosen before this many new tokens.
+      logprobs: None, or how many alternatives to report a token (0: the chosen token only).
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # an end-of-sequence or stop id, or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"  # the caller went away
+    ERROR = "error"  # the engine failed
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, of the raw model distribution before temperature and filters) of one token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), likeliest first; as many as asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """News of one request: tokens since the last news, and the end if it came.
+
+    Attributes:
+      token_ids: new tokens, in order. The stop id that ended a request is included.
+      num_prompt_tokens / num_cached_tokens: length of the prompt, and how much of it came from the prefix cache.
+      stop_token_id: the id that stopped the request, when an id did.
+      error: message when finish_reason is ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+      request_id: unique among the requests in the engine.
+      prompt_token_ids: at least one token.
+      arrival_time: seconds on the engine's clock; None is stamped when it is added.
+      priority: lower is served first under the priority policy.
+      cache_salt: only requests with the same salt share prefix blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_time: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
