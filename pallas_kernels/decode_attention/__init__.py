@@ -1,0 +1,1 @@
+from pallas_kernels.decode_attention.api import decode_attention as decode_attention

@@ -1,0 +1,62 @@
+"""decode_attention for any device: online softmax over tiles of blocks, up to the longest row's real length."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.layer_kv import LayerKV
+
+# Tokens a tile. The loop's trip count follows the real lengths, so nobody pays for a padded table.
+TILE = 128
+# Finite, so that a row that has seen no key yet keeps exp(m - m) = 1 and never NaN.
+_NO_KEY = -1e30
+
+
+def decode_attention(
+    q: jax.Array, kv: LayerKV, block_table: jax.Array, seq_lens: jax.Array, *, scale: float, window: int | None = None
+) -> AttentionOutput:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.k.shape[1], kv.block_size
+    tile_blocks = max(1, TILE // block_size)
+    tile = tile_blocks * block_size
+    padding = -block_table.shape[1] % tile_blocks
+    table = jnp.pad(block_table, ((0, 0), (0, padding)))
+    queries = q.reshape(num_rows, num_kv_heads, -1, head_dim)
+
+    def attend_tile(carry):
+        index, m, l, acc = carry
+        blocks = jax.lax.dynamic_slice_in_dim(table, index * tile_blocks, tile_blocks, axis=1)  # [S, B]
+        position = index * tile + jnp.arange(tile)
+        seen = position < seq_lens[:, None]  # [S, tile]
+        if window is not None:
+            seen &= position >= seq_lens[:, None] - window
+
+        def tokens(stored: jax.Array) -> jax.Array:  # [S, K, tile, D]; an unseen slot may hold anything, NaN too
+            gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(1, 2)
+            gathered = gathered.reshape(num_rows, num_kv_heads, tile, head_dim)
+            return jnp.where(seen[:, None, :, None], gathered, 0)
+
+        logits = jnp.einsum("skgd,sktd->skgt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
+        logits = jnp.where(seen[:, None, None, :], logits, _NO_KEY)
+        m_new = jnp.maximum(m, logits.max(axis=-1))
+        p = jnp.where(seen[:, None, None, :], jnp.exp(logits - m_new[..., None]), 0.0)
+        shrink = jnp.exp(m - m_new)
+        l = l * shrink + p.sum(axis=-1)
+        pv = jnp.einsum("skgt,sktd->skgd", p.astype(q.dtype), tokens(kv.v), preferred_element_type=jnp.float32)
+        return index + 1, m_new, l, acc * shrink[..., None] + pv
+
+    group = num_heads // num_kv_heads
+    last_tile = (jnp.max(seq_lens) + tile - 1) // tile
+    first_tile = jnp.int32(0)
+    if window is not None:
+        first_tile = jnp.min(jnp.where(seq_lens > 0, jnp.maximum(seq_lens - window, 0) // tile, last_tile))
+    start = (
+        first_tile,
+        jnp.full((num_rows, num_kv_heads, group), _NO_KEY, jnp.float32),
+        jnp.zeros((num_rows, num_kv_heads, group), jnp.float32),
+        jnp.zeros((num_rows, num_kv_heads, group, head_dim), jnp.float32),
+    )
+    _, m, l, acc = jax.lax.while_loop(lambda carry: carry[0] < last_tile, attend_tile, start)
+    out = acc / jnp.maximum(l, 1e-30)[..., None]
+    lse = jnp.where(l > 0, m + jnp.log(jnp.maximum(l, 1e-30)), -jnp.inf)
+    return AttentionOutput(out.reshape(q.shape).astype(q.dtype), lse.reshape(num_rows, num_heads))

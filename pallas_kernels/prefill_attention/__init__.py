@@ -1,0 +1,1 @@
+from pallas_kernels.prefill_attention.api import prefill_attention as prefill_attention
