@@ -12,7 +12,9 @@ class ExecutorLimits:
 
     Attributes:
       num_blocks: blocks in the pool, the null block 0 included.
-      max_num_seqs: rows, S. max_num_batched_tokens: most prefill tokens a step. max_prefill_seqs: most chunks a step, R.
+      max_num_seqs: rows, S.
+      max_num_batched_tokens: most prefill tokens a step.
+      max_prefill_seqs: most chunks a step, R.
       max_model_len: most tokens a row; its table has ceil(max_model_len / block_size) columns, M.
       max_decode_steps: largest C.
     """
@@ -33,6 +35,13 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
+    """Computes plans.
+
+    A row decodes in a step only if `plan.decode` names it: a row left out keeps its state, active or not, because its
+    request may have been preempted or aborted without the device hearing of it. A named row that is already inactive
+    (it stopped in a step that the host had not read yet) emits nothing and writes to no block but the null block.
+    """
+
     limits: ExecutorLimits
 
     def submit(self, plan: StepPlan) -> StepHandle:

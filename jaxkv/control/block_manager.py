@@ -1,0 +1,121 @@
+"""Who owns which KV block. Bookkeeping only: ids and counts, never contents.
+
+Every block but the null block is in exactly one of three places:
+
+    free    holds nothing worth keeping
+    cached  nobody uses it, but the prefix index can still find it; evicted when free blocks run out
+    owned   used by `ref_count` >= 1 requests
+
+A freed block may be handed out at once, even while a submitted step still writes to it: steps run in order, so the old
+owner's writes come before the new owner's.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from jaxkv.control.eviction import LRU, EvictionPolicy
+from jaxkv.control.prefix_index import BlockHash, MatchResult, PrefixIndex
+
+NULL_BLOCK = 0
+
+
+class BlockManager:
+    """The pool's blocks 1 .. num_blocks - 1. All operations cost O(blocks touched), whatever the size of the pool."""
+
+    def __init__(self, num_blocks: int, block_size: int, eviction: EvictionPolicy | None = None):
+        """`num_blocks` counts the null block, as in `ExecutorLimits`; `eviction` must be empty, None is LRU."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_usable = num_blocks - 1
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack, lowest id on top
+        self._cached: EvictionPolicy = LRU() if eviction is None else eviction
+        self._ref_count = [0] * num_blocks
+        self._index = PrefixIndex()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out: free ones, then cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_count[block]
+
+    def num_exclusive(self, blocks: Sequence[int]) -> int:
+        """How many of one request's blocks nobody else uses: what freeing them would bring."""
+        counts = self._ref_count
+        return sum([counts[block] == 1 for block in blocks])
+
+    def num_free_without(self, shared: Sequence[int]) -> int:
+        """`num_free` once `shared` has been called with these blocks."""
+        counts = self._ref_count
+        return self.num_free - sum([counts[block] == 0 for block in shared])
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one reference each, evicting cached ones only when no free one is left.
+
+        The caller has checked `num_free`.
+        """
+        assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = self._cached.evict()
+                self._index.remove(block)
+            self._ref_count[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def match(self, hashes: Sequence[BlockHash]) -> MatchResult:
+        """Longest findable prefix. Changes nothing: call `share` before anything else is allocated."""
+        return self._index.match(hashes, self.block_size)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each; cached blocks become owned again."""
+        for block in blocks:
+            if self._ref_count[block] == 0:
+                self._cached.remove(block)
+            self._ref_count[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each of a request's blocks, given in order, the tail first.
+
+        Blocks left without references stay cached if the index can find them.
+        """
+        for block in reversed(blocks):
+            count = self._ref_count[block] - 1
+            assert count >= 0, f"block {block} is freed more often than it was taken"
+            self._ref_count[block] = count
+            if count == 0:
+                if block in self._index:
+                    self._cached.add(block)
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, block_hash: BlockHash) -> bool:
+        """Make an owned, full block findable; False when an equal block already is (this one then stays private)."""
+        assert self._ref_count[block] > 0, f"block {block} is registered but not owned"
+        return self._index.add(block_hash, block)
+
+    def check(self, owners: Iterable[Sequence[int]] | None = None) -> None:
+        """Assert every invariant. `owners`: all block lists in use, to compare reference counts with. O(pool)."""
+        free = set(self._free)
+        owned = {block for block, count in enumerate(self._ref_count) if count > 0}
+        cached = {block for block in range(self.num_blocks) if block in self._cached}
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert len(cached) == len(self._cached), "the eviction policy holds a block outside the pool"
+        assert not free & owned and not free & cached and not owned & cached, "a block is in two places"
+        assert free | owned | cached == set(range(1, self.num_blocks)), "a block leaked, or the null block was taken"
+        assert all(count >= 0 for count in self._ref_count), "a reference count is negative"
+        assert all(block in self._index for block in cached), "a cached block cannot be found"
+        assert not any(block in self._index for block in free), "a free block can still be found"
+        self._index.check()
+        if owners is not None:
+            expected = collections.Counter(block for blocks in owners for block in blocks)
+            actual = {block: self._ref_count[block] for block in owned}
+            assert actual == dict(expected), f"Expected reference counts {dict(expected)}, got {actual}"

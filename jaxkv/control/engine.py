@@ -1,0 +1,123 @@
+"""The engine's loop: requests in, plans to the executor, tokens out.
+
+With two steps in flight the next one is planned and submitted while the device still works on the last:
+
+    host    plan 1 | plan 2 | read 1, plan 3 | read 2, plan 4 | ...
+    device           step 1 |        step 2 |        step 3 | ...
+"""
+
+import collections
+import dataclasses
+import logging
+
+from jaxkv.control.executor import Executor, StepHandle
+from jaxkv.control.scheduler import Scheduler
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.clock import Clock, MonotonicClock
+from jaxkv.core.errors import RequestError
+from jaxkv.core.metrics import EngineStats
+from jaxkv.core.request import FinishReason, Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests on an executor.
+
+    Not thread-safe: one thread owns the engine and makes every call. An exception inside `step` is fatal, since the
+    executor's donated cache may be gone: every live request ends with ERROR, and new ones are refused.
+
+    Attributes:
+      scheduler: for inspection and tests.
+      stats: running totals.
+      failed: what broke the engine, or None.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig = SchedulerConfig(),
+        *,
+        clock: Clock | None = None,
+        max_in_flight: int = 2,
+        stats: EngineStats | None = None,
+    ):
+        """`max_in_flight`: steps submitted but not read: 2 overlaps host and device, 1 does not.
+
+        `clock` must be the one that the executor stamps its results with.
+        """
+        if max_in_flight < 1:
+            raise ValueError(f"Expected at least one step in flight, got {max_in_flight=}")
+        self.executor = executor
+        self.clock = MonotonicClock() if clock is None else clock
+        self.stats = EngineStats() if stats is None else stats
+        self.scheduler = Scheduler(executor.limits, config, stats=self.stats)
+        self.failed: str | None = None
+        self._max_in_flight = max_in_flight
+        self._handles: collections.deque[StepHandle] = collections.deque()
+        self._news: list[RequestOutput] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its outputs come from `step`. Raises RequestError when it can't be served."""
+        if self.failed is not None:
+            raise RequestError(f"the engine has failed and must be restarted: {self.failed}", status=503)
+        self.scheduler.add(request, self.clock.now())
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request wherever it is; the next `step` returns its last output. False if it has already ended."""
+        output = self.scheduler.finish(request_id, reason, self.clock.now())
+        if output is not None:
+            self._news.append(output)
+        return output is not None
+
+    def finish(self, request_id: str) -> bool:
+        """End a request whose text reached a stop string, with STOP; otherwise like `abort`."""
+        return self.abort(request_id, FinishReason.STOP)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return self.scheduler.has_requests or bool(self._handles) or bool(self._news)
+
+    def step(self) -> list[RequestOutput]:
+        """Submit what can be submitted, then wait for the oldest step; returns all news, in order."""
+        news, self._news = self._news, []
+        if self.failed is not None:
+            return news
+        try:
+            while len(self._handles) < self._max_in_flight:
+                plan = self.scheduler.schedule(self.clock.now())
+                if plan is None:
+                    break
+                self._handles.append(self.executor.submit(plan))
+            if self._handles:
+                news += self.scheduler.update(self._handles.popleft().result())
+            elif self.scheduler.has_requests:
+                raise RuntimeError("requests wait, nothing is in flight, and yet nothing can be planned")
+        except Exception as error:  # noqa: BLE001 - whatever it is, no request may be left without an end
+            logger.exception("the engine failed")
+            news += self._fail(error)
+        return news
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks that requests own (0 to 1); cached blocks count as free."""
+        blocks = self.scheduler.blocks
+        return 1 - blocks.num_free / blocks.num_usable
+
+    def _fail(self, error: Exception) -> list[RequestOutput]:
+        self.failed = f"{type(error).__name__}: {error}"
+        self._handles.clear()
+        now = self.clock.now()
+        outputs = []
+        for request_id in self.scheduler.live_ids:
+            output = self.scheduler.finish(request_id, FinishReason.ERROR, now)
+            outputs.append(dataclasses.replace(output, error=self.failed))
+        return outputs

@@ -1,0 +1,404 @@
+"""Decides what each step computes. One owner thread; no jax, no clock of its own, no I/O.
+
+A plan is built in this order, the later parts getting what the earlier ones leave:
+
+  1. decode rows, best rank first: blocks for one step each, by preemption where there is no other way
+  2. the next chunk of running requests that still prefill
+  3. waiting requests, strictly in rank order, as long as rows, blocks and the token budget last
+  4. C, the number of decode steps, and the lookahead blocks for all of them; C is halved until they fit
+
+The budget counts one for each decode row, whatever C, and one for each prefill token.
+
+Nothing starves under fcfs: a request takes blocks only from newer ones, so the oldest always advances, and the queue's
+head is never overtaken. Under the priority policy this holds among requests of equal priority; better ones go first.
+"""
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import logging
+
+from jaxkv.control.block_manager import BlockManager
+from jaxkv.control.decode_steps import adaptive_decode_steps, ceil_power_of_two
+from jaxkv.control.eviction import EvictionPolicy
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.prefix_index import MatchResult
+from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.errors import RequestError
+from jaxkv.core.metrics import EngineStats
+from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
+from jaxkv.core.request import FinishReason, Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flight:
+    """One request's part of a submitted plan: KV tokens it adds, and most tokens it samples."""
+
+    state: RequestState
+    num_kv: int
+    num_sampled: int
+
+
+class Scheduler:
+    """`add` and `finish` requests at any moment; `schedule` a plan; `update` with each plan's result, in order."""
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        config: SchedulerConfig = SchedulerConfig(),
+        *,
+        stats: EngineStats | None = None,
+        eviction: EvictionPolicy | None = None,
+    ):
+        config.check(limits)
+        self.limits = limits
+        self.config = config
+        self.stats = EngineStats() if stats is None else stats
+        self.blocks = BlockManager(limits.num_blocks, limits.block_size, eviction)
+        self.waiting = WaitingQueue()
+        self.running: list[RequestState] = []  # sorted by rank
+        self._live: dict[str, RequestState] = {}
+        self._free_rows = list(range(limits.max_num_seqs))  # a heap
+        self._in_flight: collections.deque[tuple[int, list[_Flight]]] = collections.deque()
+        self._num_arrivals = 0
+        self._next_step_id = 0
+
+    # -- requests come and go
+
+    def add(self, request: Request, now: float = 0.0) -> None:
+        """Queue a request. Raises RequestError when it can never be served, or its id is in use."""
+        if request.request_id in self._live:
+            raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
+        state = new_request_state(request, self.limits, self.config, self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._live[request.request_id] = state
+        self.waiting.push(state)
+        self.stats.num_requests += 1
+
+    def finish(self, request_id: str, reason: FinishReason, now: float = 0.0) -> RequestOutput | None:
+        """End a live request at any moment; None if there is none of that id. Tokens still in flight are dropped."""
+        state = self._live.get(request_id)
+        if state is None:
+            return None
+        self._end(state, reason, now)
+        return state.output(finish_reason=reason)
+
+    def preempt(self, request_id: str) -> None:
+        """Send a running request back to the queue; its blocks are freed and later recomputed or found in the cache."""
+        state = self._live[request_id]
+        if state.status is Status.RUNNING:
+            self._preempt(state)
+
+    @property
+    def live_ids(self) -> tuple[str, ...]:
+        return tuple(self._live)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
+    # -- planning
+
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """The next step, which must be submitted; None when nothing can run before an unread step is read."""
+        flights: list[_Flight] = []
+        updates: list[RowUpdate] = []
+        chunks: list[PrefillChunk] = []
+        preemptions = self.stats.preemptions
+        decoding = self._reserve_decode_rows()
+        budget = self.limits.max_num_batched_tokens - len(decoding)
+        for state in self.running:
+            if budget <= 0 or len(chunks) == self.limits.max_prefill_seqs:
+                break
+            if not state.is_decoding:
+                budget -= self._add_chunk(state, budget, chunks, flights)
+        # A step that took blocks away gives none out, or the victim's place would be refilled at once.
+        if self.stats.preemptions == preemptions:
+            while self.waiting and self._free_rows and budget > 0 and len(chunks) < self.limits.max_prefill_seqs:
+                state = self.waiting.head()
+                match = self._match(state)
+                if not self._can_admit(state, match):
+                    break
+                updates.append(self._admit(self.waiting.pop(), match, now))
+                budget -= self._add_chunk(state, budget, chunks, flights)
+        num_steps = self._reserve_lookahead(decoding, prefilling=bool(chunks))
+        decode_kv_tokens = 0
+        for state in decoding:
+            update = self._upload_blocks(state)
+            if update is not None:
+                updates.append(update)
+            steps = min(num_steps, state.num_remaining)
+            decode_kv_tokens += state.num_computed + state.num_in_flight + 1
+            state.num_in_flight += steps
+            state.num_sampled_in_flight += steps
+            state.num_plans_in_flight += 1
+            flights.append(_Flight(state, steps, steps))
+        if not flights:
+            return None
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            updates=tuple(updates),
+            prefill=tuple(chunks),
+            decode=tuple([state.decode_row for state in decoding]),
+            num_steps=num_steps,
+            decode_kv_tokens=decode_kv_tokens,
+        )
+        self._next_step_id += 1
+        self._in_flight.append((plan.step_id, flights))
+        self.stats.steps += 1
+        self.stats.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        if num_steps:
+            self.stats.decode_calls += 1
+            self.stats.loop_steps[num_steps] += 1
+        return plan
+
+    def _reserve_decode_rows(self) -> list[RequestState]:
+        """Requests that decode in this plan, each with the block that its next token is written to."""
+        block_size = self.limits.block_size
+        decoding = []
+        for state in self.running.copy():  # victims come later in this order, so none is in `decoding` already
+            if not state.is_decoding or state.status is not Status.RUNNING or state.num_remaining <= 0:
+                continue
+            if (state.num_computed + state.num_in_flight) // block_size == len(state.blocks):
+                if self.blocks.num_free == 0 and not self._make_room(state):
+                    continue
+                state.blocks += self.blocks.allocate(1)
+            decoding.append(state)
+        return decoding
+
+    def _make_room(self, needer: RequestState) -> bool:
+        """Preempt the cheapest request of a worse rank; failing that the needer itself, then False.
+
+        Cheapest: fewest blocks that nobody else shares, since only they must be computed again; of equals the newest.
+        """
+        worse = self.running[bisect.bisect_right(self.running, needer.rank, key=lambda state: state.rank) :]
+        exclusive = [self.blocks.num_exclusive(state.blocks) for state in worse]
+        victims = [(count, -place) for place, count in enumerate(exclusive) if count > 0]
+        victim = worse[-min(victims)[1]] if victims else needer
+        self._preempt(victim)
+        return victim is not needer
+
+    def _preempt(self, state: RequestState) -> None:
+        logger.info("preempted request %s: %d tokens to recompute", state.request_id, state.num_scheduled)
+        self._release(state)
+        state.num_preemptions += 1
+        self.stats.preemptions += 1
+        state.status = Status.WAITING
+        self.waiting.push(state)
+
+    def _match(self, state: RequestState) -> MatchResult:
+        """Cached prefix of the known tokens, short of the last one: its logits are needed, so it is always computed."""
+        if not self.config.enable_prefix_caching:
+            return MatchResult((), 0)
+        state.extend_hashes(self.limits.block_size)
+        return self.blocks.match(state.block_hashes[: (len(state.token_ids) - 1) // self.limits.block_size])
+
+    def _can_admit(self, state: RequestState, match: MatchResult) -> bool:
+        """Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others.
+
+        One more block for every running row stays free: without it a request would be admitted only to be preempted as
+        soon as its elders grow.
+        """
+        if state.num_plans_in_flight:  # preempted a moment ago: its next token is not known yet
+            return False
+        needed = self._num_blocks(len(state.token_ids)) - len(match.blocks)
+        headroom = len(self.running) + 1 if self.running else 0
+        return self.blocks.num_free_without(match.blocks) - needed >= headroom
+
+    def _admit(self, state: RequestState, match: MatchResult, now: float) -> RowUpdate:
+        self.blocks.share(match.blocks)  # before allocating, which might evict them
+        state.blocks = list(match.blocks)
+        state.blocks += self.blocks.allocate(self._num_blocks(len(state.token_ids)) - len(match.blocks))
+        state.num_computed = match.num_tokens
+        state.num_published_blocks = len(match.blocks)
+        state.row = heapq.heappop(self._free_rows)
+        state.decode_row = DecodeRow(state.request_id, state.row)
+        state.status = Status.RUNNING
+        bisect.insort(self.running, state, key=lambda other: other.rank)
+        if state.first_scheduled is None:
+            state.first_scheduled = now
+            state.num_cached_tokens = match.num_tokens
+            self.stats.prompt_tokens += state.num_prompt_tokens
+            self.stats.cached_tokens += match.num_tokens
+            self.stats.queue_time.add(now - state.arrival)
+        state.num_uploaded_blocks = len(state.blocks)
+        return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
+
+    def _add_chunk(
+        self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[_Flight]
+    ) -> int:
+        """Plan the next chunk of at most `budget` known tokens; returns its length."""
+        start = state.num_scheduled
+        end = min(start + budget, len(state.token_ids))
+        is_last = end == len(state.token_ids)
+        chunks.append(PrefillChunk(state.request_id, state.row, start, tuple(state.token_ids[start:end]), is_last))
+        flights.append(_Flight(state, end - start, int(is_last)))
+        state.num_in_flight += end - start
+        state.num_sampled_in_flight += is_last
+        state.num_plans_in_flight += 1
+        state.is_decoding = is_last
+        # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
+        self._publish(state, end)
+        return end - start
+
+    def _reserve_lookahead(self, decoding: list[RequestState], *, prefilling: bool) -> int:
+        """Choose C and take the blocks that C steps need; 0 when nothing decodes."""
+        if not decoding:
+            return 0
+        remaining = [state.num_remaining for state in decoding]
+        if self.config.decode_steps:
+            num_steps = min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
+        else:
+            num_steps = adaptive_decode_steps(
+                self.limits.max_decode_steps,
+                least_remaining=min(remaining),
+                most_remaining=max(remaining),
+                prefilling=prefilling,
+                waiting=len(self.waiting) > 0,
+            )
+        block_size, num_free = self.limits.block_size, self.blocks.num_free
+        lengths = [state.num_computed + state.num_in_flight for state in decoding]
+        while num_steps > 1:
+            missing = [
+                -(-(length + min(num_steps, left)) // block_size) - len(state.blocks)
+                for state, length, left in zip(decoding, lengths, remaining)
+            ]
+            if sum(missing) <= num_free:
+                for state, count in zip(decoding, missing):
+                    if count:
+                        state.blocks += self.blocks.allocate(count)
+                break
+            num_steps //= 2
+        return num_steps
+
+    def _upload_blocks(self, state: RequestState) -> RowUpdate | None:
+        """Table entries that the device does not know yet."""
+        first = state.num_uploaded_blocks
+        if first == len(state.blocks):
+            return None
+        state.num_uploaded_blocks = len(state.blocks)
+        return RowUpdate(state.row, first, tuple(state.blocks[first:]))
+
+    # -- results
+
+    def update(self, result: StepResult) -> list[RequestOutput]:
+        """Take in the oldest unread plan's result; returns news of the requests that it gave tokens to."""
+        step_id, flights = self._in_flight.popleft()
+        _check_result(step_id, flights, result)
+        now = result.timing.finished
+        rows = iter(result.rows)
+        outputs = []
+        for flight in flights:
+            state = flight.state
+            state.num_plans_in_flight -= 1
+            row = next(rows) if flight.num_sampled else None
+            if state.status is Status.FINISHED:
+                continue
+            num_kv = flight.num_kv
+            if row is not None:
+                num_kv -= flight.num_sampled - len(row.token_ids)  # a stopped row wrote less than planned
+                state.num_sampled_in_flight -= flight.num_sampled
+                state.token_ids += row.token_ids
+                self._record_tokens(state, len(row.token_ids), now)
+            if state.status is Status.RUNNING:
+                state.num_in_flight -= flight.num_kv
+                state.num_computed += num_kv
+                self._publish(state, state.num_computed)
+            if row is not None:
+                reason = None
+                if row.stopped:
+                    reason = FinishReason.STOP
+                elif len(state.token_ids) >= state.max_total_tokens:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    self._end(state, reason, now)
+                outputs.append(state.output(row, reason))
+        return outputs
+
+    def _record_tokens(self, state: RequestState, count: int, now: float) -> None:
+        self.stats.generated_tokens += count
+        if state.first_token is None:
+            state.first_token = now
+            self.stats.ttft.add(now - state.arrival)
+        else:
+            self.stats.itl.add(now - state.last_token)
+        state.last_token = now
+
+    def _publish(self, state: RequestState, num_tokens: int) -> None:
+        """Make the full blocks among the first `num_tokens`, all of them known, findable."""
+        num_full = num_tokens // self.limits.block_size
+        if num_full <= state.num_published_blocks or not self.config.enable_prefix_caching:
+            return
+        state.extend_hashes(self.limits.block_size)
+        for place in range(state.num_published_blocks, num_full):
+            self.blocks.register(state.blocks[place], state.block_hashes[place])
+        state.num_published_blocks = num_full
+
+    # -- ends
+
+    def _release(self, state: RequestState) -> None:
+        """Give row and blocks back. What is in flight still runs, before anything that later plans do with them."""
+        del self.running[bisect.bisect_left(self.running, state.rank, key=lambda other: other.rank)]
+        heapq.heappush(self._free_rows, state.row)
+        self.blocks.free(state.blocks)
+        state.row, state.decode_row = -1, None
+        state.blocks = []
+        state.num_uploaded_blocks = state.num_published_blocks = 0
+        state.num_computed = state.num_in_flight = 0
+        state.is_decoding = False
+
+    def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        if state.status is Status.RUNNING:
+            self._release(state)
+        else:
+            self.waiting.remove(state)
+        state.status = Status.FINISHED
+        del self._live[state.request_id]
+        self.stats.record_finished(state.metrics(reason, now))
+
+    # -- checks
+
+    def check(self) -> None:
+        """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""
+        self.blocks.check(state.blocks for state in self.running)
+        rows = [state.row for state in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
+        assert self.running == sorted(self.running, key=lambda state: state.rank), "running requests are out of order"
+        assert {*self.running, *self.waiting} == set(self._live.values()), "a live request is lost"
+        assert len(self.running) + len(self.waiting) == len(self._live), "a request runs and waits at once"
+        for state in self.waiting:
+            assert state.status is Status.WAITING and not state.blocks and not state.is_decoding, state
+        for state in self.running:
+            assert state.status is Status.RUNNING and state.num_remaining >= 0, state
+            known = len(state.token_ids) + state.num_sampled_in_flight
+            assert state.num_scheduled == known - 1 if state.is_decoding else state.num_scheduled < known, state
+            assert state.num_scheduled <= len(state.blocks) * self.limits.block_size, state
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)
+
+
+def _check_result(step_id: int, flights: list[_Flight], result: StepResult) -> None:
+    """A live row gets what was planned unless it stops: anything else means that host and device disagree.
+
+    Checked as a whole before any of it is used, so that no request ends without being told.
+    """
+    if result.step_id != step_id:
+        raise RuntimeError(f"Expected the result of step {step_id}, got {result.step_id=}: results come in order")
+    sampling = [flight for flight in flights if flight.num_sampled]
+    if len(sampling) != len(result.rows):
+        raise RuntimeError(f"Expected {len(sampling)} rows from step {step_id}, got {len(result.rows)}")
+    for flight, row in zip(sampling, result.rows):
+        state, count = flight.state, len(row.token_ids)
+        if row.request_id != state.request.request_id:
+            raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
+        if state.status is not Status.FINISHED and count != flight.num_sampled:
+            if not (row.stopped and 0 < count < flight.num_sampled):
+                raise RuntimeError(
+                    f"request {row.request_id} was to get {flight.num_sampled} tokens in step {step_id}, got {count} "
+                    f"with {row.stopped=}"
+                )

@@ -1,0 +1,48 @@
+"""The scheduler's own settings."""
+
+import dataclasses
+from typing import Literal
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerConfig:
+    """The scheduler's part of `EngineConfig`, and what it must know of the model.
+
+    Attributes:
+      policy: order of waiting requests: arrival, or priority (lower first) and then arrival.
+      decode_steps: fixes C; 0 adapts it.
+      seed: unseeded requests draw theirs from this and their arrival number.
+      eos_token_ids: end a request unless it ignores them.
+      cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
+    """
+
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    decode_steps: int = 0
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    cache_root: bytes = b""
+
+    def check(self, limits: ExecutorLimits) -> None:
+        """Raises ConfigError for what cannot work on an executor with these limits."""
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling_policy is {self.policy!r}; choose 'fcfs' or 'priority'")
+        if not 0 <= self.decode_steps <= limits.max_decode_steps:
+            raise ConfigError(
+                f"decode_steps is {self.decode_steps}; it must be 0 (adaptive) to {limits.max_decode_steps}, "
+                "the executor's limit"
+            )
+        if limits.num_blocks < 2:
+            raise ConfigError(
+                f"num_blocks is {limits.num_blocks}; at least 2 are needed, the null block and one to use: raise "
+                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+            )
+        # Below it, decode rows alone could use up every step's budget, and a prefill would never advance.
+        if limits.max_num_batched_tokens < limits.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {limits.max_num_batched_tokens}, less than max_num_seqs = "
+                f"{limits.max_num_seqs}: raise max_num_batched_tokens to {limits.max_num_seqs} or lower max_num_seqs"
+            )

@@ -1,0 +1,97 @@
+"""An Executor that computes nothing but time: same plans, same results, a cost model and a clock instead of a device."""
+
+import dataclasses
+import zlib
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.core.clock import SimulatedClock
+from jaxkv.core.plan import Admission, RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.simulation.cost_model import CostModel
+
+
+@dataclasses.dataclass(slots=True)
+class _SimRow:
+    """What the device holds of a row.
+
+    Attributes:
+      position: of the next token to sample.
+      num_emitted: tokens since admission.
+      active: the last prefill chunk has run, and the row has neither stopped nor used up its budget.
+    """
+
+    admission: Admission
+    position: int = 0
+    num_emitted: int = 0
+    active: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _SimHandle:
+    clock: SimulatedClock
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        """Waiting moves the clock to the step's end."""
+        self.clock.advance_to(max(self.clock.now(), self.step_result.timing.finished))
+        return self.step_result
+
+
+class SimExecutor:
+    """Pretends to be a device that runs one step after another, each for as long as the cost model says.
+
+    Tokens are a deterministic function of the row's seed and the token's position, so a request gets the same ones
+    whatever its batch, chunking, C or preemption; rows stop at stop ids and budgets exactly as a device's would.
+    """
+
+    def __init__(
+        self, limits: ExecutorLimits, cost_model: CostModel, clock: SimulatedClock, *, vocab_size: int = 32_000
+    ):
+        self.limits = limits
+        self.cost_model = cost_model
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self._rows: dict[int, _SimRow] = {}
+        self._busy_until = clock.now()
+
+    def submit(self, plan: StepPlan) -> _SimHandle:
+        for update in plan.updates:
+            if update.admission is not None:
+                self._rows[update.row] = _SimRow(update.admission)
+        results = []
+        for chunk in plan.prefill:
+            if chunk.is_last:
+                row = self._rows[chunk.row]
+                row.position = chunk.start + len(chunk.token_ids)
+                row.active = True
+                results.append(self._run_row(chunk.request_id, row, 1))
+        results += [self._run_row(entry.request_id, self._rows[entry.row], plan.num_steps) for entry in plan.decode]
+        # The device leaves its loop as soon as no row is active.
+        decoded = results[len(results) - len(plan.decode) :]
+        num_steps = max((len(result.token_ids) for result in decoded), default=0)
+        submitted = self.clock.now()
+        started = max(submitted, self._busy_until)
+        shape = dataclasses.replace(plan.shape(), num_steps=num_steps)
+        self._busy_until = started + self.cost_model.seconds(shape)
+        timing = StepTiming(submitted=submitted, finished=self._busy_until)
+        return _SimHandle(self.clock, StepResult(plan.step_id, tuple(results), timing))
+
+    def _run_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
+        """Sample up to num_steps tokens; none if the row is inactive."""
+        tokens = []
+        stopped = exhausted = False
+        while row.active and len(tokens) < num_steps:
+            token = self._sample(row)
+            tokens.append(token)
+            row.position += 1
+            row.num_emitted += 1
+            stopped = token in row.admission.stop_ids
+            exhausted = row.num_emitted == row.admission.max_new_tokens
+            row.active = not (stopped or exhausted)
+        return RowResult(request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
+
+    def _sample(self, row: _SimRow) -> int:
+        token = zlib.crc32(b"%d:%d" % (row.admission.sampling.seed, row.position)) % self.vocab_size
+        if row.num_emitted < row.admission.min_new_tokens:
+            forbidden = set(row.admission.stop_ids)
+            token = next(t for t in ((token + i) % self.vocab_size for i in range(self.vocab_size)) if t not in forbidden)
+        return token
