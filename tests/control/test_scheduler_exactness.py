@@ -1,0 +1,426 @@
+"""The control plane against an executor that remembers what every block holds.
+
+`HistoryExecutor` keeps, for each slot, the token, position and cache salt whose K/V were written there, and asserts at every
+attention that a row sees exactly its own history. Tokens are a function of the whole history, so outputs must equal
+a naive full recompute whatever the chunking, C, sharing, preemption, order or number of steps in flight.
+"""
+
+import collections
+import dataclasses
+import itertools
+import random
+import zlib
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.prefix_index import hash_blocks
+from jaxkv.control.scheduler import Scheduler
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.plan import RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.core.request import FinishReason, Request, SamplingParams
+
+VOCAB = 5
+
+
+def next_token(history, seed, forbidden=()):
+    token = zlib.crc32(bytes(history) + seed.to_bytes(4, "little")) % VOCAB
+    while token in forbidden:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def naive_generate(request, seed, limits):
+    """Output tokens and finish reason by full recompute, one request at a time."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    longest = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size + 1)
+    if sampling.max_tokens is not None:
+        longest = min(limits.max_model_len, len(prompt) + sampling.max_tokens)
+    history = list(prompt)
+    while True:
+        early = len(history) - len(prompt) < sampling.min_tokens
+        history.append(next_token(history, seed, sampling.stop_token_ids if early else ()))
+        if history[-1] in sampling.stop_token_ids:
+            return tuple(history[len(prompt) :]), FinishReason.STOP
+        if len(history) == longest:
+            return tuple(history[len(prompt) :]), FinishReason.LENGTH
+
+
+@dataclasses.dataclass
+class Row:
+    admission: object
+    table: dict[int, int]
+    request_id: str | None = None
+    last_token: int = -1
+    seq_len: int = 0  # tokens with K/V
+    emitted: int = 0
+    active: bool = False
+
+
+class HistoryExecutor:
+    """Runs each plan when it is submitted; `salts` and `histories` are what the tests know of each request."""
+
+    def __init__(self, limits: ExecutorLimits):
+        self.limits = limits
+        self.slots = {}  # (block, offset) -> (token, position, salt)
+        self.rows: dict[int, Row] = {}
+        self.requests: dict[str, tuple[Request, tuple[int, ...]]] = {}  # with prompt + naive output
+        self.num_submitted = 0
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        limits = self.limits
+        assert plan.step_id == self.num_submitted
+        assert sum(len(c.token_ids) for c in plan.prefill) + len(plan.decode) <= limits.max_num_batched_tokens
+        assert len(plan.prefill) <= limits.max_prefill_seqs
+        assert 0 <= plan.num_steps <= limits.max_decode_steps and bool(plan.num_steps) == bool(plan.decode)
+        used = [chunk.row for chunk in plan.prefill] + [entry.row for entry in plan.decode]
+        assert len(set(used)) == len(used) and all(0 <= row < limits.max_num_seqs for row in used)
+        self.num_submitted += 1
+        for update in plan.updates:
+            if update.admission is not None:
+                assert update.first_column == 0
+                self.rows[update.row] = Row(update.admission, {})
+            row = self.rows[update.row]
+            for column, block in enumerate(update.blocks, update.first_column):
+                assert 0 < block < limits.num_blocks and column * limits.block_size < limits.max_model_len
+                assert column not in row.table or update.admission is not None, "a column is written twice"
+                row.table[column] = block
+        results = []
+        for chunk in plan.prefill:  # all writes of a call come before its first read
+            self._write(chunk.request_id, self.rows[chunk.row], chunk.start, chunk.token_ids)
+        for chunk in plan.prefill:
+            row = self.rows[chunk.row]
+            row.request_id, row.seq_len = chunk.request_id, chunk.start + len(chunk.token_ids)
+            assert not row.active and len(chunk.token_ids) > 0
+            history = self._attend(row)
+            if chunk.is_last:
+                row.active = True
+                results.append(self._result(row, [self._sample(row, history)]))
+        kv_tokens = sum(self.rows[entry.row].seq_len + 1 for entry in plan.decode)
+        if all(self.rows[entry.row].active for entry in plan.decode):
+            assert plan.decode_kv_tokens == kv_tokens
+        emitted = {entry.row: [] for entry in plan.decode}
+        for entry in plan.decode:
+            assert self.rows[entry.row].request_id == entry.request_id
+        for _ in range(plan.num_steps):
+            active = [entry.row for entry in plan.decode if self.rows[entry.row].active]
+            for index in active:
+                row = self.rows[index]
+                self._write(row.request_id, row, row.seq_len, (row.last_token,))
+                row.seq_len += 1
+            for index in active:
+                row = self.rows[index]
+                emitted[index].append(self._sample(row, self._attend(row)))
+        results += [self._result(self.rows[entry.row], emitted[entry.row]) for entry in plan.decode]
+        when = float(self.num_submitted)
+        return StepResult(plan.step_id, tuple(results), StepTiming(submitted=when, finished=when))
+
+    def _write(self, request_id, row, start, tokens):
+        salt = self.requests[request_id][0].cache_salt
+        for position, token in enumerate(tokens, start):
+            block = row.table[position // self.limits.block_size]
+            self.slots[block, position % self.limits.block_size] = (token, position, salt)
+
+    def _attend(self, row):
+        request, history = self.requests[row.request_id]
+        size = self.limits.block_size
+        seen = [self.slots.get((row.table[p // size], p % size)) for p in range(row.seq_len)]
+        expected = [(history[p], p, request.cache_salt) for p in range(row.seq_len)]
+        assert seen == expected, f"request {row.request_id} sees {seen} in place of {expected}"
+        return [token for token, _, _ in seen]
+
+    def _sample(self, row, history):
+        admission = row.admission
+        forbidden = admission.stop_ids if row.emitted < admission.min_new_tokens else ()
+        row.last_token = next_token(history, admission.sampling.seed, forbidden)
+        row.emitted += 1
+        row.active = row.last_token not in admission.stop_ids and row.emitted < admission.max_new_tokens
+        return row.last_token
+
+    def _result(self, row, tokens):
+        stopped = bool(tokens) and tokens[-1] in row.admission.stop_ids
+        exhausted = bool(tokens) and row.emitted == row.admission.max_new_tokens
+        return RowResult(row.request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
+
+
+class Driver:
+    """Scheduler, executor and the steps in flight between them; checks every invariant after every move."""
+
+    def __init__(self, limits: ExecutorLimits, config: SchedulerConfig, depth: int):
+        self.limits, self.depth = limits, depth
+        self.scheduler = Scheduler(limits, config)
+        self.executor = HistoryExecutor(limits)
+        self.in_flight = collections.deque()
+        self.expected, self.got, self.reasons, self.plans = {}, {}, {}, []
+        self.numbers = itertools.count()
+
+    def add(self, prompt, sampling, **fields):
+        request_id = f"r{next(self.numbers)}"
+        request = Request(request_id, tuple(prompt), sampling, **fields)
+        self.scheduler.add(request)
+        seed = next(s.sampling.seed for s in self.scheduler.waiting if s.request_id == request_id)
+        output, reason = naive_generate(request, seed, self.limits)
+        self.expected[request_id] = (output, reason)
+        self.executor.requests[request_id] = (request, request.prompt_token_ids + output)
+        self.got[request_id] = ()
+        return request_id
+
+    def submit(self):
+        if len(self.in_flight) == self.depth:
+            return None
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+            self.in_flight.append(self.executor.submit(plan))
+        self.scheduler.check()
+        return plan
+
+    def read(self):
+        if self.in_flight:
+            self.take(self.scheduler.update(self.in_flight.popleft()))
+            self.scheduler.check()
+
+    def take(self, outputs):
+        for output in outputs:
+            assert output.request_id not in self.reasons, "news after the end"
+            self.got[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+                if output.finish_reason is FinishReason.STOP and output.token_ids:
+                    assert output.stop_token_id == output.token_ids[-1]
+
+    def end(self, request_id, reason):
+        self.take([self.scheduler.finish(request_id, reason)])
+        self.scheduler.check()
+
+    def preempt(self, request_id):
+        self.scheduler.preempt(request_id)
+        self.scheduler.check()
+
+    def drain(self):
+        """Run to the end and compare all outputs. Every move is progress: a fixed bound suffices."""
+        for _ in range(5000):
+            if not self.scheduler.has_requests and not self.in_flight:
+                break
+            plan = self.submit()
+            assert plan is not None or self.in_flight, "stuck: requests wait and nothing runs"
+            if plan is None or len(self.in_flight) == self.depth:
+                self.read()
+        assert not self.scheduler.has_requests and not self.in_flight, "did not finish"
+        assert set(self.reasons) == set(self.expected)
+        for request_id, (tokens, reason) in self.expected.items():
+            if self.reasons[request_id] is FinishReason.ABORT:
+                got = self.got[request_id]
+                assert got == tokens[: len(got)]
+            else:
+                assert (self.got[request_id], self.reasons[request_id]) == (tokens, reason)
+        blocks = self.scheduler.blocks
+        assert blocks.num_free == blocks.num_usable, "blocks are still owned though nothing runs"
+
+
+def random_prompt(rng, longest):
+    """Few distinct beginnings, so that prefixes are shared often, partly and across block boundaries."""
+    head = [(i * 3 + rng.randrange(2) * (i > 6)) % VOCAB for i in range(rng.randint(1, longest))]
+    return head[: rng.randint(1, len(head))] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))]
+
+
+def random_sampling(rng):
+    return SamplingParams(
+        max_tokens=rng.choice([None, 1, 2, 3, 5, 9, 17]),
+        seed=rng.choice([None, 0, 1]),
+        stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1]))),
+        min_tokens=rng.choice([0, 0, 2, 6]),
+    )
+
+
+def random_setup(rng):
+    block_size, rows = rng.choice([1, 2, 4]), rng.randint(1, 4)
+    max_model_len = rng.randint(12, 40)
+    # At least one request of the longest kind must fit: what can't is refused, which other tests cover.
+    num_blocks = 1 + -(-max_model_len // block_size) + rng.choice([0, 1, 3, 10])
+    limits = ExecutorLimits(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + rng.choice([0, 1, 3, 8, 40]),
+        max_prefill_seqs=rng.randint(1, 3),
+        max_model_len=max_model_len,
+        max_decode_steps=rng.choice([1, 2, 8]),
+    )
+    config = SchedulerConfig(
+        policy=rng.choice(["fcfs", "priority"]),
+        decode_steps=rng.choice([0, 0, limits.max_decode_steps]),
+        enable_prefix_caching=rng.random() < 0.8,
+        seed=rng.randrange(100),
+    )
+    return limits, config, rng.choice([1, 2, 2])
+
+
+def add_random(driver, rng):
+    prompt = random_prompt(rng, driver.limits.max_model_len - 4)
+    salt = rng.choice([None, None, None, "a"])
+    return driver.add(prompt, random_sampling(rng), cache_salt=salt, priority=rng.randint(0, 2))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Any order of adds, submits, reads, ends and preemptions."""
+
+    num_steps = 0
+
+    @initialize(rng=st.randoms(use_true_random=False))
+    def set_up(self, rng):
+        self.rng = rng
+        self.driver = Driver(*random_setup(random.Random(rng.getrandbits(32))))
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def add(self, seed):
+        add_random(self.driver, random.Random(seed))
+
+    @rule()
+    def submit(self):
+        self.driver.submit()
+
+    @rule()
+    def read(self):
+        self.driver.read()
+
+    @rule()
+    def submit_and_read(self):
+        self.driver.submit()
+        self.driver.read()
+
+    @precondition(lambda self: self.driver.scheduler.has_requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.driver.end(data.draw(st.sampled_from(self.driver.scheduler.live_ids)), FinishReason.ABORT)
+
+    @precondition(lambda self: self.driver.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        self.driver.preempt(data.draw(st.sampled_from(self.driver.scheduler.running)).request_id)
+
+    @invariant()
+    def count(self):
+        type(self).num_steps += 1
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.drain()
+
+
+def test_any_order_of_operations_is_exact():
+    EngineMachine.num_steps = 0
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=hypothesis.settings(
+            max_examples=260,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+    assert EngineMachine.num_steps >= 10_000
+
+
+def test_long_random_runs_are_exact():
+    """Fewer surprises than hypothesis finds, but deep queues and thousands of steps on one pool."""
+    forced = preemptions = shared = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        driver = Driver(*random_setup(rng))
+        for _ in range(150):
+            move = rng.random()
+            if move < 0.15 and len(driver.expected) < 40:
+                add_random(driver, rng)
+            elif move < 0.17 and driver.scheduler.has_requests:
+                driver.end(rng.choice(driver.scheduler.live_ids), FinishReason.ABORT)
+            elif move < 0.19 and driver.scheduler.running:
+                driver.preempt(rng.choice(driver.scheduler.running).request_id)
+                forced += 1
+            elif move < 0.6:
+                driver.submit()
+            else:
+                driver.read()
+        driver.drain()
+        preemptions += driver.scheduler.stats.preemptions
+        shared += driver.scheduler.stats.cached_tokens
+    assert preemptions - forced > 100 and shared > 1000  # else the runs did not exercise what they are for
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("budget", [4, 7, 64])
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_same_tokens_in_every_setting(caching, depth, budget, steps):
+    """One workload, the product of chunk size x C x in flight x caching, with a pool too small for all."""
+    limits = ExecutorLimits(16, 4, 4, budget, 2, 40, 8)
+    driver = Driver(limits, SchedulerConfig(decode_steps=steps, enable_prefix_caching=caching, seed=3), depth)
+    rng = random.Random(7)
+    shared = [rng.randrange(VOCAB) for _ in range(13)]
+    for index in range(10):
+        own = [rng.randrange(VOCAB) for _ in range(index % 4)]
+        driver.add(shared[: 13 - index % 3] + own, SamplingParams(max_tokens=6 + 2 * (index % 5)))
+    driver.drain()
+    assert driver.scheduler.stats.num_finished[FinishReason.LENGTH] == 10
+    assert driver.scheduler.stats.generated_tokens == sum(6 + 2 * (i % 5) for i in range(10))
+    assert (driver.scheduler.stats.cached_tokens > 0) == caching
+
+
+class BrokenScheduler(Scheduler):
+    """Mutants: each must be caught, or the oracle above proves nothing."""
+
+    mutation = ""
+
+    def add(self, request, now=0.0):
+        super().add(dataclasses.replace(request, cache_salt=None) if self.mutation == "ignore_salt" else request, now)
+
+    def _match(self, state):
+        match = super()._match(state)
+        if self.mutation == "share_any_block" and self.running and not match.blocks:
+            match = dataclasses.replace(match, blocks=(self.running[0].blocks[0],), num_tokens=self.limits.block_size)
+        return match
+
+    def _release(self, state):
+        if self.mutation == "free_twice" and len(state.blocks) > 1:
+            self.blocks.free(state.blocks[-1:])
+        super()._release(state)
+
+    def _upload_blocks(self, state):
+        return None if self.mutation == "forget_table_updates" else super()._upload_blocks(state)
+
+
+def hash_blocks_without_parent(parent, token_ids, block_size):
+    starts = range(0, len(token_ids) - block_size + 1, block_size)
+    return [hash_blocks(parent, token_ids[start : start + block_size], block_size)[0] for start in starts]
+
+
+@pytest.mark.parametrize(
+    "mutation", ["", "ignore_salt", "share_any_block", "free_twice", "forget_table_updates", "hash_without_parent"]
+)
+def test_oracle_catches_mutants(mutation, monkeypatch):
+    limits = ExecutorLimits(40, 4, 4, 9, 2, 40, 8)
+    driver = Driver(limits, SchedulerConfig(seed=3), 2)
+    driver.scheduler = BrokenScheduler(limits, SchedulerConfig(seed=3))
+    driver.scheduler.mutation = mutation
+    if mutation == "hash_without_parent":
+        monkeypatch.setattr("jaxkv.control.request_state.hash_blocks", hash_blocks_without_parent)
+
+    def run():
+        rng = random.Random(1)
+        for index in range(12):
+            prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
+            driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
+            driver.submit()
+            driver.read()
+        driver.drain()
+
+    if mutation:
+        with pytest.raises((AssertionError, KeyError)):
+            run()
+    else:
+        run()
