@@ -1,0 +1,113 @@
+"""Plans as arrays, and how the tokens of a call meet the cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.core.plan import PrefillChunk
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.prefill_attention import prefill_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """Chunks of up to R requests, one after the other, padded to T tokens."""
+
+    token_ids: np.ndarray  # i32[T]
+    positions: np.ndarray  # i32[T]
+    token_row: np.ndarray  # i32[T] row of each token; padding is the dead row, whose table is the null block
+    rows: np.ndarray  # i32[R] row of each chunk; padding is the dead row
+    cu_q_lens: np.ndarray  # i32[R + 1]
+    context_lens: np.ndarray  # i32[R]
+    is_last: np.ndarray  # bool[R] the chunk ends its prompt
+
+
+def pack_prefill(
+    chunks: tuple[PrefillChunk, ...], *, num_tokens: int, max_seqs: int, dead_row: int, block_size: int
+) -> PrefillBatch:
+    """`chunks` padded to T = num_tokens and R = max_seqs."""
+    batch = PrefillBatch(
+        token_ids=np.zeros((num_tokens,), np.int32),
+        # Padding is spread over the null block's slots, so that no slot is written by all of it.
+        positions=np.arange(num_tokens, dtype=np.int32) % block_size,
+        token_row=np.full((num_tokens,), dead_row, np.int32),
+        rows=np.full((max_seqs,), dead_row, np.int32),
+        cu_q_lens=np.zeros((max_seqs + 1,), np.int32),
+        context_lens=np.zeros((max_seqs,), np.int32),
+        is_last=np.zeros((max_seqs,), np.bool_),
+    )
+    start = 0
+    for i, chunk in enumerate(chunks):
+        end = start + len(chunk.token_ids)
+        batch.token_ids[start:end] = chunk.token_ids
+        batch.positions[start:end] = np.arange(chunk.start, chunk.start + end - start)
+        batch.token_row[start:end] = chunk.row
+        batch.rows[i] = chunk.row
+        batch.cu_q_lens[i + 1 :] = end
+        batch.context_lens[i] = chunk.start
+        batch.is_last[i] = chunk.is_last
+        start = end
+    return batch
+
+
+def slots_of(block_table: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
+    """Flat cache slots i32[T] of positions i32[T] in rows i32[T]."""
+    block = block_table.at[rows, positions // block_size].get(mode="promise_in_bounds")
+    return block * block_size + positions % block_size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillAttention:
+    """Implements models.llama.PagedAttention for the chunks of a PrefillBatch."""
+
+    slots: jax.Array  # i32[T]
+    block_table: jax.Array  # i32[R, M]
+    cu_q_lens: jax.Array  # i32[R + 1]
+    context_lens: jax.Array  # i32[R]
+    implementation: str = dataclasses.field(metadata={"static": True})
+
+    def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
+        return kv_write(kv, k, v, self.slots)
+
+    def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
+        return prefill_attention(
+            q,
+            kv,
+            self.block_table,
+            self.cu_q_lens,
+            self.context_lens,
+            scale=scale,
+            window=window,
+            implementation=self.implementation,
+        ).out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeAttention:
+    """Implements models.llama.PagedAttention for one new token a row."""
+
+    slots: jax.Array  # i32[B]
+    block_table: jax.Array  # i32[B, M]
+    seq_lens: jax.Array  # i32[B] the new token included; 0 for an idle row
+    implementation: str = dataclasses.field(metadata={"static": True})
+
+    def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
+        return kv_write(kv, k, v, self.slots)
+
+    def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
+        return decode_attention(
+            q,
+            kv,
+            self.block_table,
+            self.seq_lens,
+            scale=scale,
+            window=window,
+            implementation=self.implementation,
+        ).out

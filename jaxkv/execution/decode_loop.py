@@ -1,0 +1,135 @@
+"""decode_steps: up to C decode steps in one device call, without the host."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.execution import sampling
+from jaxkv.execution.batch import DecodeAttention, slots_of
+from jaxkv.execution.decode_state import DecodeState
+from jaxkv.execution.kv_cache import KVCache
+from jaxkv.execution.step_output import StepOutput, finish_flags, pack_flags
+from jaxkv.models.llama import Llama
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    step: jax.Array  # i32[]
+    layers: tuple
+    rows: DecodeState  # of the B rows that decode
+    flags: jax.Array  # i32[B] finish flags
+    emitted: jax.Array  # i32[B]
+    tokens: jax.Array  # i32[B, C]
+    logprobs: sampling.Logprobs  # leaves [C, B, ...]
+
+
+def decode_one(
+    model: Llama, layers: tuple, rows: DecodeState, *, implementation: str, num_top: int
+) -> tuple[tuple, DecodeState, jax.Array, jax.Array, jax.Array, sampling.Logprobs]:
+    """One step of B rows: write KV, attend, sample, test for the end. Inactive rows write to the null block.
+
+    Returns layers, rows, tokens i32[B], stopped bool[B], exhausted bool[B], logprobs.
+    """
+    active, position = rows.active, rows.seq_len
+    batch = jnp.arange(position.shape[0])
+    block_size = layers[0].block_size
+    slots = slots_of(rows.block_table, batch, position, block_size)
+    attention = DecodeAttention(
+        slots=jnp.where(active, slots, batch % block_size),
+        block_table=rows.block_table,
+        seq_lens=jnp.where(active, position + 1, 0),
+        implementation=implementation,
+    )
+    hidden, layers = model(rows.last_token, position, layers, attention)
+    logits = model.logits(hidden)
+    logits = sampling.forbid(logits, rows.stop_ids, active & (rows.min_left > 0))
+    tokens = sampling.sample(logits, rows.sampling, position + 1)
+    logprobs = sampling.logprobs(logits, tokens, rows.sampling, num_top)
+    stopped, exhausted = finish_flags(tokens, rows.stop_ids, rows.budget)
+    rows = dataclasses.replace(
+        rows,
+        last_token=jnp.where(active, tokens, rows.last_token),
+        seq_len=jnp.where(active, position + 1, position),
+        active=active & ~stopped & ~exhausted,
+        budget=jnp.where(active, rows.budget - 1, rows.budget),
+        min_left=jnp.where(active, jnp.maximum(rows.min_left - 1, 0), rows.min_left),
+    )
+    return layers, rows, tokens, stopped & active, exhausted & active, logprobs
+
+
+def decode_steps(
+    model: Llama,
+    cache: KVCache,
+    state: DecodeState,
+    row_ids: jax.Array,
+    num_steps: jax.Array,
+    *,
+    max_steps: int,
+    implementation: str,
+    num_top: int,
+) -> tuple[KVCache, DecodeState, StepOutput]:
+    """Decode rows `row_ids` i32[B] (padding: the dead row) for up to `num_steps` i32[] <= max_steps steps.
+
+    Leaves early only when no row is active. Blocks for all steps must be in the tables.
+    """
+    num_rows = row_ids.shape[0]
+    rows = jax.tree.map(lambda x: x.at[row_ids].get(mode="promise_in_bounds"), state)
+
+    def buffer(width: int | None, dtype) -> jax.Array:
+        return jnp.zeros((max_steps, num_rows) + (() if width is None else (width,)), dtype)
+
+    carry = _Carry(
+        step=jnp.int32(0),
+        layers=cache.layers,
+        rows=rows,
+        flags=jnp.zeros((num_rows,), jnp.int32),
+        emitted=jnp.zeros((num_rows,), jnp.int32),
+        tokens=jnp.zeros((num_rows, max_steps), jnp.int32),
+        logprobs=sampling.Logprobs(
+            chosen=buffer(None, jnp.float32),
+            rank=buffer(None, jnp.int32),
+            top_ids=buffer(num_top, jnp.int32),
+            top=buffer(num_top, jnp.float32),
+        ),
+    )
+
+    def one_step(carry: _Carry) -> _Carry:
+        was_active = carry.rows.active
+        layers, rows, tokens, stopped, exhausted, logprobs = decode_one(
+            model, carry.layers, carry.rows, implementation=implementation, num_top=num_top
+        )
+        return _Carry(
+            step=carry.step + 1,
+            layers=layers,
+            rows=rows,
+            flags=jnp.where(was_active, pack_flags(stopped, exhausted), carry.flags),
+            emitted=carry.emitted + was_active,
+            tokens=jax.lax.dynamic_update_slice_in_dim(carry.tokens, tokens[:, None], carry.step, axis=1),
+            logprobs=jax.tree.map(
+                lambda all_steps, now: jax.lax.dynamic_update_index_in_dim(all_steps, now, carry.step, axis=0),
+                carry.logprobs,
+                logprobs,
+            ),
+        )
+
+    def goes_on(carry: _Carry) -> jax.Array:
+        return (carry.step < num_steps) & carry.rows.active.any()
+
+    carry = jax.lax.while_loop(goes_on, one_step, carry)
+    rows = carry.rows
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[row_ids].set(new, mode="promise_in_bounds")
+
+    state = dataclasses.replace(
+        state,
+        last_token=put(state.last_token, rows.last_token),
+        seq_len=put(state.seq_len, rows.seq_len),
+        active=put(state.active, rows.active),
+        budget=put(state.budget, rows.budget),
+        min_left=put(state.min_left, rows.min_left),
+    )
+    packed = jnp.concatenate([carry.emitted[:, None], carry.flags[:, None], carry.tokens], axis=1)
+    return KVCache(carry.layers), state, StepOutput(packed, carry.logprobs)

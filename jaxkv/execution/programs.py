@@ -1,0 +1,203 @@
+"""The compiled step functions: one executable for each bucket, all built before serving.
+
+Executables are compiled ahead of time from abstract shapes (no weight and no cache need exist yet), so their temporaries
+are known before anything is allocated, and steady state cannot compile: a shape without an executable is a KeyError.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.core.model_config import ModelConfig
+from jaxkv.core.plan import BlockCopy
+from jaxkv.core.progress import Progress
+from jaxkv.execution.batch import pack_prefill
+from jaxkv.execution.decode_loop import decode_steps
+from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
+from jaxkv.execution.kv_cache import KVCache, empty_cache
+from jaxkv.execution.prefill import prefill_step
+from jaxkv.models.llama import Llama
+from pallas_kernels.block_copy import block_copy
+
+# Rows of the one compiled block-copy call; more copies take more calls.
+MAX_COPIES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShapes:
+    """Everything that decides what is compiled.
+
+    Attributes:
+      prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
+      num_top: logprob alternatives computed when a row asks.
+    """
+
+    model: ModelConfig
+    dtype: str
+    kv_dtype: str
+    limits: ExecutorLimits
+    prefill_buckets: tuple[int, ...]
+    decode_buckets: tuple[int, ...]
+    num_top: int
+    implementation: str
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        return -(-self.limits.max_model_len // self.limits.block_size)
+
+    @property
+    def max_update_entries(self) -> int:
+        """Block-table entries one update call takes: a decode step adds few a row, a long prompt many."""
+        return max(256, 2 * self.limits.max_num_seqs)
+
+
+def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
+    """Buckets smallest, 2*smallest, ... up to and including `largest`."""
+    buckets = [smallest]
+    while buckets[-1] < largest:
+        buckets.append(min(buckets[-1] * 2, largest))
+    return tuple(buckets)
+
+
+def bucket_for(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket >= size)
+
+
+def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int) -> Llama:
+    """The model with shapes in place of weights."""
+
+    def build() -> Llama:
+        return Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), max_model_len=max_model_len)
+
+    return nnx.eval_shape(build)
+
+
+class Programs:
+    """The step functions, taking the weights as a flat tuple of leaves (cheap to pass on every call).
+
+    `apply_updates(state, batch)`, `copy_blocks(cache, src, dst, num_tokens)`,
+    `prefill[T](weights, cache, state, batch)` and `decode[B](weights, cache, state, rows, num_steps)`; cache and state are
+    donated.
+    """
+
+    def __init__(self, model: Llama, shapes: ProgramShapes):
+        """`model` may be abstract: only its structure and shapes are used."""
+        graphdef, state = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(state)
+        self.shapes = shapes
+        self.abstract_weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+
+        def merge(weights: tuple[jax.Array, ...]) -> Llama:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
+
+        options = {"implementation": shapes.implementation, "num_top": shapes.num_top}
+
+        def prefill(weights, cache, state, batch):
+            return prefill_step(merge(weights), cache, state, batch, **options)
+
+        def decode(weights, cache, state, rows, num_steps):
+            max_steps = shapes.limits.max_decode_steps
+            return decode_steps(merge(weights), cache, state, rows, num_steps, max_steps=max_steps, **options)
+
+        def copy_blocks(cache, src, dst, num_tokens):
+            return KVCache(tuple(block_copy(kv, src, dst, num_tokens) for kv in cache.layers))
+
+        self._functions = {
+            "update": (apply_updates, (0,)),
+            "copy": (copy_blocks, (0,)),
+            "prefill": (prefill, (1, 2)),
+            "decode": (decode, (1, 2)),
+        }
+        # Un-jitted until `compile` replaces them: that is what enforce_eager runs.
+        self.apply_updates: Callable = apply_updates
+        self.copy_blocks: Callable = copy_blocks
+        self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
+        self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
+        self.temp_bytes = 0
+
+    def abstract_cache(self) -> KVCache:
+        s = self.shapes
+        build = lambda: empty_cache(s.model, num_blocks=s.limits.num_blocks, block_size=s.limits.block_size, dtype=s.kv_dtype)
+        return jax.eval_shape(build)
+
+    def abstract_state(self) -> DecodeState:
+        return jax.eval_shape(lambda: empty_state(self.shapes.limits.max_num_seqs, self.shapes.max_blocks_per_row))
+
+    def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
+        """The lowered step function `kind` ("update", "copy", "prefill", "decode") for a bucket."""
+        limits, cache, state = self.shapes.limits, self.abstract_cache(), self.abstract_state()
+        if kind == "update":
+            args = (state, self.pack_updates(()).pop())
+        elif kind == "copy":
+            args = (cache, *_pack_copies(()).pop())
+        elif kind == "prefill":
+            args = (self.abstract_weights, cache, state, self.pack_prefill((), bucket))
+        else:
+            args = (self.abstract_weights, cache, state, np.zeros((bucket,), np.int32), np.int32(limits.max_decode_steps))
+        function, donated = self._functions[kind]
+        return jax.jit(function, donate_argnums=donated).lower(*args)
+
+    def compile(self, progress: Progress) -> None:
+        """Build every executable, largest first."""
+        work = [("prefill", b) for b in self.shapes.prefill_buckets] + [("decode", b) for b in self.shapes.decode_buckets]
+        work = [("update", None), ("copy", None)] + sorted(work, key=lambda item: -item[1])
+        # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            futures = {pool.submit(lambda item: self.lower(*item).compile(), item): item for item in work}
+            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+                self._install(*futures[future], future.result())
+                progress.update("compile", done, len(work))
+
+    def _install(self, kind: str, bucket: int | None, executable: jax.stages.Compiled) -> None:
+        analysis = executable.memory_analysis()
+        if analysis is not None:
+            self.temp_bytes = max(self.temp_bytes, analysis.temp_size_in_bytes)
+        if kind == "update":
+            self.apply_updates = executable
+        elif kind == "copy":
+            self.copy_blocks = executable
+        else:
+            getattr(self, kind)[bucket] = executable
+
+    # ---- plans as arguments
+
+    def pack_updates(self, updates):
+        limits = self.shapes.limits
+        return pack_updates(
+            updates,
+            dead_row=limits.max_num_seqs,
+            max_entries=self.shapes.max_update_entries,
+            max_admissions=limits.max_prefill_seqs,
+        )
+
+    def pack_copies(self, copies: tuple[BlockCopy, ...]):
+        return _pack_copies(copies)
+
+    def pack_prefill(self, chunks, bucket: int):
+        limits = self.shapes.limits
+        return pack_prefill(
+            chunks,
+            num_tokens=bucket,
+            max_seqs=limits.max_prefill_seqs,
+            dead_row=limits.max_num_seqs,
+            block_size=limits.block_size,
+        )
+
+
+def _pack_copies(copies: tuple[BlockCopy, ...]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(src, dst, num_tokens) arrays of MAX_COPIES each; padding copies nothing onto the null block."""
+    batches = []
+    for start in range(0, max(len(copies), 1), MAX_COPIES):
+        packed = np.zeros((3, MAX_COPIES), np.int32)
+        for i, copy in enumerate(copies[start : start + MAX_COPIES]):
+            packed[:, i] = copy.src, copy.dst, copy.num_tokens
+        batches.append(tuple(packed))
+    return batches

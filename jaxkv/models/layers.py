@@ -1,0 +1,59 @@
+"""Building blocks of the model."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype) -> nnx.Param:
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b with W [out, in], the checkpoints' own orientation.
+
+    XLA:CPU multiplies at least as fast this way round as with [in, out] (8 rows of f32: 6.8 against 4.5 GB/s of weights,
+    JAX 0.10.2), and loading transposes nothing.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (out_features, in_features), dtype)
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
+        return y + self.bias[...] if hasattr(self, "bias") else y
+
+
+class Embedding(nnx.Module):
+    def __init__(self, num_embeddings: int, features: int, *, dtype, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (num_embeddings, features), dtype)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.weight[...].at[ids].get(mode="promise_in_bounds")
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, features: int, *, eps: float, dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((features,), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return self.weight[...] * x32.astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, hidden: int, intermediate: int, *, bias: bool, dtype, rngs: nnx.Rngs):
+        self.gate_proj = Linear(hidden, intermediate, bias=bias, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(hidden, intermediate, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(intermediate, hidden, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
