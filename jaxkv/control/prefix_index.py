@@ -36,14 +36,13 @@ def root_hash(cache_root: bytes, cache_salt: str | None) -> BlockHash:
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids`, whose first token follows directly on `parent`'s last.
 
-    Token ids must fit a signed 64-bit integer; the tokens of a last, partial block are ignored.
+    Token ids are 0 to 2**31 - 1; the tokens of a last, partial block are ignored.
     """
-    data = memoryview(array.array("q", token_ids)).cast("B")
-    stride = block_size * 8
+    tokens = array.array("i", token_ids)
+    data, stride = tokens.tobytes(), block_size * tokens.itemsize
     hashes = []
     sha256 = hashlib.sha256
     for start in range(0, len(data) - stride + 1, stride):
-        # One bytes object per block: update() on a second piece costs more than joining (0.9 against 0.7 us at P=16).
         parent = BlockHash(sha256(parent + data[start : start + stride]).digest())
         hashes.append(parent)
     return hashes

@@ -139,6 +139,10 @@ def new_request_state(
 ) -> RequestState:
     """State of a request that has just arrived. Raises RequestError when it can never be served."""
     max_total_tokens = _max_total_tokens(request, limits)
+    # A stray id would fail on the device, where it takes every other request with it.
+    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= config.vocab_size:
+        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < config.vocab_size)
+        raise RequestError(f"token id {wrong} is outside the vocabulary, 0 to {config.vocab_size - 1}", param="prompt")
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))

@@ -34,7 +34,7 @@ from jaxkv.core.request import FinishReason, Request, RequestOutput
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Flight:
     """One request's part of a submitted plan: KV tokens it adds, and most tokens it samples."""
 
@@ -125,13 +125,13 @@ class Scheduler:
                     break
                 updates.append(self._admit(self.waiting.pop(), match, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
-        num_steps = self._reserve_lookahead(decoding, prefilling=bool(chunks))
+        remaining = [state.num_remaining for state in decoding]
+        num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
-        for state in decoding:
-            update = self._upload_blocks(state)
-            if update is not None:
-                updates.append(update)
-            steps = min(num_steps, state.num_remaining)
+        for state, left in zip(decoding, remaining):
+            if state.num_uploaded_blocks < len(state.blocks):
+                updates.append(self._upload_blocks(state))
+            steps = num_steps if num_steps < left else left
             decode_kv_tokens += state.num_computed + state.num_in_flight + 1
             state.num_in_flight += steps
             state.num_sampled_in_flight += steps
@@ -245,11 +245,10 @@ class Scheduler:
         self._publish(state, end)
         return end - start
 
-    def _reserve_lookahead(self, decoding: list[RequestState], *, prefilling: bool) -> int:
+    def _reserve_lookahead(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
         """Choose C and take the blocks that C steps need; 0 when nothing decodes."""
         if not decoding:
             return 0
-        remaining = [state.num_remaining for state in decoding]
         if self.config.decode_steps:
             num_steps = min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
         else:
@@ -264,7 +263,7 @@ class Scheduler:
         lengths = [state.num_computed + state.num_in_flight for state in decoding]
         while num_steps > 1:
             missing = [
-                -(-(length + min(num_steps, left)) // block_size) - len(state.blocks)
+                -(-(length + (num_steps if num_steps < left else left)) // block_size) - len(state.blocks)
                 for state, length, left in zip(decoding, lengths, remaining)
             ]
             if sum(missing) <= num_free:
@@ -275,11 +274,9 @@ class Scheduler:
             num_steps //= 2
         return num_steps
 
-    def _upload_blocks(self, state: RequestState) -> RowUpdate | None:
+    def _upload_blocks(self, state: RequestState) -> RowUpdate:
         """Table entries that the device does not know yet."""
         first = state.num_uploaded_blocks
-        if first == len(state.blocks):
-            return None
         state.num_uploaded_blocks = len(state.blocks)
         return RowUpdate(state.row, first, tuple(state.blocks[first:]))
 
@@ -291,23 +288,34 @@ class Scheduler:
         _check_result(step_id, flights, result)
         now = result.timing.finished
         rows = iter(result.rows)
-        outputs = []
+        block_size = self.limits.block_size
+        outputs: list[RequestOutput] = []
+        gaps: list[float] = []
+        num_generated = 0
         for flight in flights:
             state = flight.state
             state.num_plans_in_flight -= 1
             row = next(rows) if flight.num_sampled else None
-            if state.status is Status.FINISHED:
+            status = state.status
+            if status is Status.FINISHED:
                 continue
             num_kv = flight.num_kv
             if row is not None:
                 num_kv -= flight.num_sampled - len(row.token_ids)  # a stopped row wrote less than planned
                 state.num_sampled_in_flight -= flight.num_sampled
                 state.token_ids += row.token_ids
-                self._record_tokens(state, len(row.token_ids), now)
-            if state.status is Status.RUNNING:
+                num_generated += len(row.token_ids)
+                if state.first_token is None:
+                    state.first_token = now
+                    self.stats.ttft.add(now - state.arrival)
+                else:
+                    gaps.append(now - state.last_token)
+                state.last_token = now
+            if status is Status.RUNNING:  # a preempted request keeps its new tokens, but has no KV any more
                 state.num_in_flight -= flight.num_kv
                 state.num_computed += num_kv
-                self._publish(state, state.num_computed)
+                if state.num_computed // block_size > state.num_published_blocks:
+                    self._publish(state, state.num_computed)
             if row is not None:
                 reason = None
                 if row.stopped:
@@ -317,16 +325,9 @@ class Scheduler:
                 if reason is not None:
                     self._end(state, reason, now)
                 outputs.append(state.output(row, reason))
+        self.stats.generated_tokens += num_generated
+        self.stats.itl.extend(gaps)
         return outputs
-
-    def _record_tokens(self, state: RequestState, count: int, now: float) -> None:
-        self.stats.generated_tokens += count
-        if state.first_token is None:
-            state.first_token = now
-            self.stats.ttft.add(now - state.arrival)
-        else:
-            self.stats.itl.add(now - state.last_token)
-        state.last_token = now
 
     def _publish(self, state: RequestState, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens`, all of them known, findable."""

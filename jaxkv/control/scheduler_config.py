@@ -16,6 +16,7 @@ class SchedulerConfig:
       decode_steps: fixes C; 0 adapts it.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
+      vocab_size: prompt token ids must be below it.
       cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
     """
 
@@ -24,6 +25,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 2**31
     cache_root: bytes = b""
 
     def check(self, limits: ExecutorLimits) -> None:

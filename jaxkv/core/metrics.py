@@ -38,6 +38,11 @@ class Samples:
         self.total += value
         self.latest.append(value)
 
+    def extend(self, values: Sequence[float]) -> None:
+        self.count += len(values)
+        self.total += sum(values)
+        self.latest.extend(values)
+
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else math.nan

@@ -391,7 +391,8 @@ class BrokenScheduler(Scheduler):
         super()._release(state)
 
     def _upload_blocks(self, state):
-        return None if self.mutation == "forget_table_updates" else super()._upload_blocks(state)
+        update = super()._upload_blocks(state)
+        return dataclasses.replace(update, blocks=()) if self.mutation == "forget_table_updates" else update
 
 
 def hash_blocks_without_parent(parent, token_ids, block_size):
