@@ -60,30 +60,31 @@ def _first_line(error: BaseException) -> str:
 
 
 def _bar_for(progress: Progress, stage: str) -> type[tqdm]:
-    """A tqdm class that shows nothing and forwards the bar that counts all bytes.
+    """A tqdm class that shows nothing and forwards the bars that count all bytes.
 
     The library makes several bars; totals grow while it learns of files, so the stage is ended by `finish` alone.
     """
 
     class Forwarder(tqdm):
-        _largest = 0
+        done, largest_total = 0, 0
 
         def __init__(self, *args, **kwargs):
-            kwargs.pop("name", None)
             self._counts_bytes = kwargs.get("unit") == "B"
+            kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": True})
-            self.n = kwargs.get("initial", 0)
-            self.total = kwargs.get("total", 0)
+            self.n, self.total = kwargs.get("initial") or 0, kwargs.get("total") or 0
 
         def update(self, n=1):
             self.n += n or 0  # a disabled tqdm does not count
-            if self._counts_bytes and self.total and self.total >= Forwarder._largest:
-                Forwarder._largest = int(self.total)
-                progress.update(stage, min(int(self.n), int(self.total) - 1), int(self.total), "B")
+            if self._counts_bytes and self.total:
+                # Bars for bytes received and bytes written count the same files: the further one is shown.
+                Forwarder.largest_total = max(Forwarder.largest_total, int(self.total))
+                Forwarder.done = max(Forwarder.done, int(self.n))
+                progress.update(stage, min(Forwarder.done, Forwarder.largest_total - 1), Forwarder.largest_total, "B")
 
         @classmethod
         def finish(cls) -> None:
-            if cls._largest:
-                progress.update(stage, cls._largest, cls._largest, "B")
+            if cls.largest_total:
+                progress.update(stage, cls.largest_total, cls.largest_total, "B")
 
     return Forwarder
