@@ -121,11 +121,16 @@ class Programs:
         self.copy_blocks: Callable = copy_blocks
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
-        self.temp_bytes = 0
+        self._executables: dict[tuple[str, int | None], jax.stages.Compiled] = {}
 
     def abstract_cache(self) -> KVCache:
         s = self.shapes
-        build = lambda: empty_cache(s.model, num_blocks=s.limits.num_blocks, block_size=s.limits.block_size, dtype=s.kv_dtype)
+
+        def build() -> KVCache:
+            return empty_cache(
+                s.model, num_blocks=s.limits.num_blocks, block_size=s.limits.block_size, dtype=s.kv_dtype
+            )
+
         return jax.eval_shape(build)
 
     def abstract_state(self) -> DecodeState:
@@ -145,27 +150,28 @@ class Programs:
         function, donated = self._functions[kind]
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
+    def temporaries(self, kind: str, bucket: int) -> int:
+        """Bytes of temporaries of one step function, from the compiler's own memory analysis."""
+        return self._executable(kind, bucket).memory_analysis().temp_size_in_bytes
+
     def compile(self, progress: Progress) -> None:
-        """Build every executable, largest first."""
-        work = [("prefill", b) for b in self.shapes.prefill_buckets] + [("decode", b) for b in self.shapes.decode_buckets]
-        work = [("update", None), ("copy", None)] + sorted(work, key=lambda item: -item[1])
+        """Build every executable, largest first, and use them from now on."""
+        buckets = [("prefill", b) for b in self.shapes.prefill_buckets]
+        buckets += [("decode", b) for b in self.shapes.decode_buckets]
+        work = [("update", None), ("copy", None), *sorted(buckets, key=lambda item: -item[1])]
         # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
         with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            futures = {pool.submit(lambda item: self.lower(*item).compile(), item): item for item in work}
-            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                self._install(*futures[future], future.result())
+            for done, _ in enumerate(pool.map(lambda item: self._executable(*item), work), start=1):
                 progress.update("compile", done, len(work))
+        self.apply_updates = self._executable("update", None)
+        self.copy_blocks = self._executable("copy", None)
+        self.prefill = {b: self._executable("prefill", b) for b in self.shapes.prefill_buckets}
+        self.decode = {b: self._executable("decode", b) for b in self.shapes.decode_buckets}
 
-    def _install(self, kind: str, bucket: int | None, executable: jax.stages.Compiled) -> None:
-        analysis = executable.memory_analysis()
-        if analysis is not None:
-            self.temp_bytes = max(self.temp_bytes, analysis.temp_size_in_bytes)
-        if kind == "update":
-            self.apply_updates = executable
-        elif kind == "copy":
-            self.copy_blocks = executable
-        else:
-            getattr(self, kind)[bucket] = executable
+    def _executable(self, kind: str, bucket: int | None) -> jax.stages.Compiled:
+        if (kind, bucket) not in self._executables:
+            self._executables[kind, bucket] = self.lower(kind, bucket).compile()
+        return self._executables[kind, bucket]
 
     # ---- plans as arguments
 

@@ -1,0 +1,159 @@
+"""The memory budget: worked out, told and checked before anything is allocated."""
+
+import dataclasses
+
+import jax
+import psutil
+
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
+from jaxkv.core.units import human_bytes
+
+GiB = 2**30
+# CPU only: the pool takes a quarter of what is free, and no more than this unless asked.
+_CPU_DEFAULT_POOL = 2 * GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryNeeds:
+    """What a model takes at given settings.
+
+    Attributes:
+      weights: bytes of the weights as kept on the device.
+      kv_per_token: bytes of one token's KV in all layers.
+      temporaries: biggest temporary of any step function, from the compiler; 0 while unknown.
+      temporaries_per_seq: the part of it that grows with max_num_seqs (logits and hidden states of a row), estimated.
+    """
+
+    weights: int
+    kv_per_token: int
+    temporaries: int
+    temporaries_per_seq: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The outcome: how many blocks, and where the memory goes.
+
+    Attributes:
+      available: bytes the engine may use in all.
+      num_blocks: usable blocks; the null block comes on top.
+      max_model_len: longest request served.
+    """
+
+    needs: MemoryNeeds
+    available: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the usable blocks."""
+        return self.num_tokens * self.needs.kv_per_token
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of max_model_len tokens the pool holds at once."""
+        return self.num_blocks / -(-self.max_model_len // self.block_size)
+
+    def lines(self) -> list[str]:
+        """What is said at start."""
+        needs = self.needs
+        return [
+            f"Memory available to the engine: {human_bytes(self.available)}",
+            f"Weights: {human_bytes(needs.weights)}",
+            f"Biggest temporary (from the compiler): {human_bytes(needs.temporaries)}",
+            f"KV cache: {needs.kv_per_token:,} bytes a token, {human_bytes(self.kv_bytes)} in "
+            f"{self.num_blocks:,} blocks of {self.block_size} tokens",
+            f"KV cache size: {self.num_tokens:,} tokens",
+            f"Maximum concurrency for {self.max_model_len:,} tokens a request: {self.max_concurrency:.2f}x",
+        ]
+
+
+def available_memory(config: EngineConfig) -> int:
+    """Bytes the engine may use: on GPU its share of the device less what others hold, on CPU what the system has free."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats()
+    # bytes_limit is gpu_memory_utilization of the device: see startup._reserve_gpu_memory.
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def plan_memory(
+    config: EngineConfig,
+    needs: MemoryNeeds,
+    *,
+    platform: str,
+    available: int,
+    block_size: int,
+    model_limit: int,
+) -> MemoryPlan:
+    """How many blocks there will be and how long a request may get.
+
+    Args:
+      platform: "cpu" or "gpu".
+      available: bytes the engine may use in all (see available_memory).
+      model_limit: longest sequence the model itself allows.
+
+    Raises ConfigError with the numbers and the largest setting that would fit.
+    """
+    block_bytes = block_size * needs.kv_per_token
+    fixed = needs.weights + needs.temporaries
+    left = available - fixed
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    else:
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            budget = left if platform == "gpu" else min(_CPU_DEFAULT_POOL, psutil.virtual_memory().available // 4, left)
+        # The null block is paid for out of the same budget.
+        num_blocks = max(budget // block_bytes - 1, 0)
+    max_model_len = config.max_model_len or min(model_limit, num_blocks * block_size)
+    wanted_blocks = -(-max_model_len // block_size)
+
+    if (num_blocks + 1) * block_bytes > left:
+        raise ConfigError(_does_not_fit(config, needs, available, num_blocks, block_size, block_bytes, platform))
+    if num_blocks < 1 or num_blocks < wanted_blocks:
+        setting = "gpu_memory_utilization or kv_cache_memory_bytes" if platform == "gpu" else "kv_cache_memory_bytes"
+        raise ConfigError(
+            f"max_model_len is {max_model_len:,} tokens, but the KV cache holds {num_blocks * block_size:,} "
+            f"({num_blocks:,} blocks of {block_size} tokens, {human_bytes(num_blocks * block_bytes)}): lower "
+            f"max_model_len to at most {num_blocks * block_size:,}, or raise {setting} so that the KV cache gets at "
+            f"least {human_bytes((wanted_blocks + 1) * block_bytes)} (num_gpu_blocks_override: {wanted_blocks:,})"
+        )
+    return MemoryPlan(needs, available, num_blocks, block_size, max_model_len)
+
+
+def _does_not_fit(
+    config: EngineConfig,
+    needs: MemoryNeeds,
+    available: int,
+    num_blocks: int,
+    block_size: int,
+    block_bytes: int,
+    platform: str,
+) -> str:
+    left = available - needs.weights - needs.temporaries
+    most_blocks = max(left // block_bytes - 1, 0)
+    what = (
+        f"the engine needs {human_bytes(needs.weights)} for weights, {human_bytes(needs.temporaries)} for temporaries "
+        f"and {human_bytes((num_blocks + 1) * block_bytes)} for {num_blocks:,} KV blocks, but "
+        f"{human_bytes(available)} are available"
+    )
+    if most_blocks >= 1:
+        pool = "num_gpu_blocks_override" if config.num_gpu_blocks_override is not None else "kv_cache_memory_bytes"
+        most = most_blocks if config.num_gpu_blocks_override is not None else human_bytes((most_blocks + 1) * block_bytes)
+        return f"{what}: lower {pool} to at most {most} (max_model_len at most {most_blocks * block_size:,})"
+    # Even one block is too much: only fewer temporaries or a smaller model help.
+    for_rows = available - needs.weights - 2 * block_bytes
+    rows = for_rows // needs.temporaries_per_seq if needs.temporaries and needs.temporaries_per_seq else 0
+    knob = "raise gpu_memory_utilization, " if platform == "gpu" else ""
+    if rows > 0:
+        return f"{what}: {knob}lower max_num_seqs to at most about {rows:,}, or lower max_num_batched_tokens"
+    return f"{what}: {knob}take a smaller model or dtype"

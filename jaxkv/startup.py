@@ -1,0 +1,248 @@
+"""From an EngineConfig to a running engine: find the model, plan the memory, compile, load."""
+
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkv.control.engine import Engine
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.clock import MonotonicClock
+from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from jaxkv.core.errors import ConfigError
+from jaxkv.core.model_config import ModelConfig
+from jaxkv.core.progress import Progress, SilentProgress
+from jaxkv.execution.decode_state import MAX_STOP_IDS
+from jaxkv.execution.jax_executor import JaxExecutor
+from jaxkv.execution.kv_cache import kv_bytes_per_token
+from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
+from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, powers_of_two
+from jaxkv.loading.resolve import ModelSource, resolve_model
+from jaxkv.loading.weights import load_config, load_weights
+from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels import dispatch
+
+log = logging.getLogger(__name__)
+
+MAX_DECODE_STEPS = 16
+# Fewer rows share nothing on XLA:CPU: its f32 matmul rows are bitwise equal among 64 rows and more, not below, and a
+# prompt's KV must not depend on how it was cut into chunks.
+_MIN_PREFILL_TOKENS = 64
+_MAX_PREFILL_SEQS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class StartedEngine:
+    """What start_engine returns: ready to serve.
+
+    Attributes:
+      config: the settings with every None and "auto" resolved.
+      name: the model's short name.
+      seconds: how long each stage of the start took.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    config: EngineConfig
+    memory: MemoryPlan
+    name: str
+    seconds: dict[str, float]
+
+    @property
+    def memory_report(self) -> list[str]:
+        return self.memory.lines()
+
+
+def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> StartedEngine:
+    """Load the model and compile every step function. Raises UserError when the settings or files can't work."""
+    progress = progress or SilentProgress()
+    seconds: dict[str, float] = {}
+
+    def timed(stage: str, function, *args, **kwargs):
+        begin = time.monotonic()
+        result = function(*args, **kwargs)
+        seconds[stage] = seconds.get(stage, 0) + time.monotonic() - begin
+        return result
+
+    _check(config)
+    _reserve_gpu_memory(config)
+    source = timed(
+        "resolve", resolve_model, config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
+    )
+    model_config = load_config(source)
+    tokenizer = timed("tokenizer", load_tokenizer, source, config.tokenizer, config.chat_template)
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    config = _resolve_defaults(config, model_config, platform)
+    _use_compilation_cache(config)
+
+    programs, memory = timed("compile", _plan_and_compile, config, model_config, platform, progress)
+    for line in memory.lines():
+        log.info("%s", line)
+    config = dataclasses.replace(
+        config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks
+    )
+    model = timed("load", load_weights, source, model_config, dtype=config.dtype, progress=progress)
+    weights = tuple(jax.tree.leaves(nnx.state(model)))
+
+    clock = MonotonicClock()
+    executor = JaxExecutor(programs, weights, clock)
+    engine = Engine(executor, _scheduler_config(config, model_config, tokenizer, source), clock=clock)
+    return StartedEngine(engine, tokenizer, model_config, config, memory, source.name, seconds)
+
+
+def _check(config: EngineConfig) -> None:
+    """Settings that are wrong whatever the model and device."""
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"dtype is {config.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; only 1 is supported so far")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1")
+    at_least_one = ("max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
+    for name in (*at_least_one, "kv_cache_memory_bytes"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= config.decode_steps <= MAX_DECODE_STEPS:
+        raise ConfigError(f"decode_steps is {config.decode_steps}; it must be 0 (adaptive) to {MAX_DECODE_STEPS}")
+    if config.max_logprobs < 1:
+        raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be at least 1")
+
+
+def _reserve_gpu_memory(config: EngineConfig) -> None:
+    """Let JAX's allocator have gpu_memory_utilization of the device; a no-op once the backend runs, and on CPU."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+
+
+def _resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+    """Every None and "auto" but those that follow from the memory."""
+    cpu = platform == "cpu"
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if cpu else "bfloat16")
+    block_size = config.block_size or (16 if cpu else 64)
+    try:
+        implementation, reason = dispatch.resolve(config.attention_implementation, block_size=block_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    log.info("attention implementation: %s (%s)", implementation, reason)
+    limit = _model_limit(model)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len is {config.max_model_len:,}, but the model allows at most {limit:,} tokens")
+    max_num_seqs = config.max_num_seqs or (16 if cpu else 256)
+    return dataclasses.replace(
+        config,
+        dtype=dtype,
+        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs),
+        attention_implementation=implementation,
+        compilation_cache_dir=_compilation_cache_dir(config),
+    )
+
+
+def _model_limit(model: ModelConfig) -> int:
+    """Longest sequence the positions reach: rope scaling stretches it where the config gives the unscaled length."""
+    rope = model.rope
+    limit = model.max_position_embeddings
+    if rope.type == "yarn" and rope.original_max_position_embeddings:
+        return max(limit, int(rope.original_max_position_embeddings * rope.factor))
+    return int(limit * rope.factor) if rope.type in ("linear", "dynamic") else limit
+
+
+def _compilation_cache_dir(config: EngineConfig) -> str:
+    if config.compilation_cache_dir is not None:
+        return config.compilation_cache_dir
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "jaxkv" / "xla")
+
+
+def _use_compilation_cache(config: EngineConfig) -> None:
+    if config.compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _plan_and_compile(
+    config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
+) -> tuple[Programs, MemoryPlan]:
+    """Blocks and executables. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
+    available = available_memory(config)
+    needs = MemoryNeeds(
+        weights=model.num_parameters() * jnp.dtype(config.dtype).itemsize,
+        kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
+        temporaries=0,
+        # float32 logits, three copies alive at once while sampling, and the hidden state
+        temporaries_per_seq=4 * (3 * model.vocab_size + model.hidden_size),
+    )
+
+    def plan(needs: MemoryNeeds) -> MemoryPlan:
+        return plan_memory(
+            config,
+            needs,
+            platform=platform,
+            available=available,
+            block_size=config.block_size,
+            model_limit=_model_limit(model),
+        )
+
+    memory = plan(needs)
+    programs = _programs(config, model, memory)
+    largest = [("prefill", programs.shapes.prefill_buckets[-1]), ("decode", programs.shapes.decode_buckets[-1])]
+    for done, (kind, bucket) in enumerate(largest, start=1):
+        needs = dataclasses.replace(needs, temporaries=max(needs.temporaries, programs.temporaries(kind, bucket)))
+        progress.update("measure temporaries", done, len(largest))
+    with_temporaries = plan(needs)
+    # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
+    if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
+        programs = _programs(config, model, with_temporaries)
+    if not config.enforce_eager:
+        programs.compile(progress)
+    return programs, with_temporaries
+
+
+def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Programs:
+    limits = ExecutorLimits(
+        num_blocks=memory.num_blocks + 1,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_seqs=min(config.max_num_seqs, _MAX_PREFILL_SEQS),
+        max_model_len=memory.max_model_len,
+        max_decode_steps=1 if config.enforce_eager else MAX_DECODE_STEPS,
+    )
+    shapes = ProgramShapes(
+        model=model,
+        dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
+        limits=limits,
+        prefill_buckets=powers_of_two(_MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS)),
+        decode_buckets=powers_of_two(1, config.max_num_seqs),
+        num_top=min(config.max_logprobs, model.vocab_size),
+        implementation=config.attention_implementation,
+    )
+    return Programs(abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len), shapes)
+
+
+def _scheduler_config(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, source: ModelSource
+) -> SchedulerConfig:
+    fingerprint = f"{source.description}|{model}|{config.dtype}|{config.kv_cache_dtype}"
+    return SchedulerConfig(
+        policy=config.scheduling_policy,
+        decode_steps=min(config.decode_steps, 1) if config.enforce_eager else config.decode_steps,
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+        eos_token_ids=model.eos_token_ids,
+        cache_root=hashlib.sha256(fingerprint.encode()).digest(),
+    )
