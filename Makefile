@@ -1,0 +1,39 @@
+# Two commands do the main jobs, set-up included: `make serve` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# Optional dependencies to install, e.g. EXTRAS=test,cuda12 on a machine with an NVIDIA GPU.
+EXTRAS ?= test
+# Flags for serve.py, e.g. make serve ARGS='--port=8001'.
+ARGS ?=
+# Arguments for pytest, e.g. make test TESTS=tests/control
+TESTS ?=
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed-$(EXTRAS)
+
+.PHONY: serve test test-slow oracle clean
+
+serve: $(INSTALLED)
+	$(PY) scripts/serve.py --model=demo $(ARGS)
+
+# Everything that needs neither torch nor a model hub.
+test: $(INSTALLED)
+	$(PY) -m pytest -m "not slow" $(TESTS)
+
+test-slow: $(INSTALLED)
+	$(PY) -m pytest -m slow $(TESTS)
+
+# Comparisons with transformers' torch models. Installs torch (see pyproject.toml).
+oracle: $(INSTALLED)
+	$(PY) -m pip install --quiet -e '.[oracle]'
+	$(PY) -m pytest -m "not slow" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"jaxkv needs Python 3.11 or newer, this is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing jaxkv and what it needs into $(VENV) (1 to 3 minutes) ..."
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache
