@@ -18,7 +18,7 @@ from flax import nnx
 from jaxkv.core.errors import CheckpointError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
-from jaxkv.loading import orbax
+from jaxkv.loading import host_memory, orbax
 from jaxkv.loading.gguf_config import parse_gguf_config
 from jaxkv.loading.gguf_source import GGUFSource
 from jaxkv.loading.model_config import parse_hf_config
@@ -97,6 +97,7 @@ def load_weights(
     total = sum(p.num_bytes for p in parameters)
     placement = {p.name: sharding(p.name, p.shape) if sharding else None for p in parameters}
     log.info("Loading %s: %d tensors, %.1f MB in %s", source.description, len(parameters), total / 1e6, dtype)
+    resident_before = host_memory.resident_bytes()
     progress = progress or SilentProgress()
     if source.kind == "orbax":
         arrays: Iterable[tuple[str, jax.Array]] = orbax.restore(
@@ -111,6 +112,12 @@ def load_weights(
         variables[by_name[name].path] = variables[by_name[name].path].replace(array)
         done += by_name[name].num_bytes
         progress.update("Loading weights", done, total, "B")
+    log.info(
+        "Loaded: host memory peaked at most %.1f MB above the start (weights %.1f MB + largest tensor as float32 %.1f MB)",
+        (host_memory.peak_resident_bytes() - resident_before) / 1e6,
+        total / 1e6,
+        max(4 * np.prod(p.shape) for p in parameters) / 1e6,
+    )
     return nnx.merge(graph, nnx.from_flat_state(variables))
 
 
