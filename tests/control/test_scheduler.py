@@ -266,8 +266,9 @@ def test_oldest_request_is_never_preempted_and_everyone_finishes():
     finished = []
     for _ in range(500):
         oldest = min([*scheduler.running, *scheduler.waiting], key=lambda state: state.rank)
+        before = oldest.num_preemptions
         outputs = scheduler.update(executor.submit(scheduler.schedule()).result())
-        assert oldest.num_preemptions == 0
+        assert oldest.num_preemptions == before
         finished += [output.request_id for output in outputs if output.finish_reason]
         scheduler.check()
         if not scheduler.has_requests:
