@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxkv.core.errors import CheckpointError
-from jaxkv.tokenization.gguf_metadata import read_gguf_metadata
+from jaxkv.loading.gguf_file import read_gguf_file
 from jaxkv.tokenization.sentencepiece_bpe import NORMAL, add_control_tokens, sentencepiece_bpe
 from jaxkv.tokenization.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def gguf_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
       CheckpointError: no vocabulary in the file, or a kind of tokenizer that is not supported.
     """
     path = Path(path)
-    fields = read_gguf_metadata(path)
+    fields = read_gguf_file(path).metadata
     model = fields.get("tokenizer.ggml.model")
     pieces = fields.get("tokenizer.ggml.tokens")
     if not pieces:

@@ -1,0 +1,282 @@
+"""LLM: offline generation from Python. Runs the engine's loop in the caller's thread."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError, RequestError
+from jaxkv.core.progress import Progress, SilentProgress
+from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from jaxkv.tokenization.output_text import OutputText, TextDelta
+from jaxkv.tokenization.tokenizer import Tokenizer
+from jaxkv.validation import checked_sampling
+
+if TYPE_CHECKING:
+    from jaxkv.startup import StartedEngine
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """What became of one prompt.
+
+    Attributes:
+      prompt: its text; None when it was given as token ids.
+      text: the output's text; a stop string or stop token is not in it unless asked for.
+      token_ids: the output's tokens, the stop token included.
+      stop_reason: the stop string or the id out of stop_token_ids that ended it, or None.
+      logprobs: one entry a token, if asked for.
+      num_cached_tokens: prompt tokens whose K/V came out of the prefix cache.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    num_cached_tokens: int
+
+
+@dataclasses.dataclass
+class _Running:
+    prompt: str | None
+    request: Request
+    output_text: OutputText
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    def take(self, output: RequestOutput) -> TextDelta:
+        delta = self.output_text.feed(output.token_ids, output.finish_reason, output.stop_token_id)
+        self.pieces.append(delta.text)
+        self.token_ids += output.token_ids[: delta.num_tokens]
+        self.logprobs += (output.logprobs or ())[: delta.num_tokens]
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        return delta
+
+    def output(self, delta: TextDelta) -> GenerationOutput:
+        return GenerationOutput(
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+      model: see EngineConfig.model; further keywords are its fields.
+      progress: shows loading and warm-up; None shows nothing.
+
+    Raises:
+      ConfigError, CheckpointError: naming the setting or file at fault.
+    """
+
+    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **settings: Any):
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(settings.keys() - known):
+            raise ConfigError(f"LLM has no setting {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        from jaxkv.startup import start_engine  # brings jax
+
+        config = EngineConfig(model=model, **settings)
+        self._attach(start_engine(config, progress=progress or SilentProgress()))
+
+    @classmethod
+    def from_started(cls, started: "StartedEngine") -> "LLM":
+        """On an engine that runs already."""
+        llm = cls.__new__(cls)
+        llm._attach(started)
+        return llm
+
+    def _attach(self, started: "StartedEngine") -> None:
+        self._started: StartedEngine | None = started
+        self._ids = itertools.count()
+        self._running: dict[str, _Running] = {}
+        self._unread: dict[str, list[TextDelta]] = collections.defaultdict(list)
+
+    def close(self) -> None:
+        """Give up the engine, and with it the model's memory."""
+        self._started = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def started(self) -> "StartedEngine":
+        """Engine, tokenizer and settled configuration."""
+        if self._started is None:
+            raise ConfigError("this LLM has been closed; make a new one")
+        return self._started
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.started.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> list[GenerationOutput]:
+        """Continue each prompt.
+
+        Args:
+          prompts: a text, token ids, or a list of either.
+          sampling_params: one for all (None: the defaults), or one a prompt.
+
+        Returns:
+          One output a prompt, in the prompts' order.
+
+        Raises:
+          RequestError: a prompt or parameter that cannot be served, before anything is generated.
+        """
+        if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+            prompts = [prompts]
+        return self._generate([self._encoded(prompt) for prompt in prompts], sampling_params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+        **template_variables: Any,
+    ) -> list[GenerationOutput]:
+        """Answer each conversation; one conversation or a list of them. Arguments and errors as `generate`.
+
+        Args:
+          template_variables: for the model's chat template, e.g. `continue_final_message=True`.
+        """
+        if messages and isinstance(messages[0], Mapping):
+            messages = [messages]
+        encoded = [self._rendered(conversation, template_variables) for conversation in messages]
+        return self._generate(encoded, sampling_params, progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
+    ) -> Iterator[TextDelta]:
+        """Pieces of one output as they come. `prompt` is a text, token ids, or a conversation.
+
+        Leaving the iterator early ends the request.
+        """
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        encoded = self._rendered(prompt, template_variables) if is_chat else self._encoded(prompt)
+        running = self._add_all([encoded], [sampling_params or SamplingParams()])
+        try:
+            for _, delta in self._run(running):
+                yield delta
+        finally:
+            self._abort(running)
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            return prompt, tuple(self.tokenizer.encode(prompt))
+        return None, tuple(prompt)
+
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        if variables.get("continue_final_message"):
+            variables = {"add_generation_prompt": False} | dict(variables)
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        return text, tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _generate(
+        self,
+        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: Progress | None,
+    ) -> list[GenerationOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one a prompt, or one")
+        progress = progress or SilentProgress()
+        running = self._add_all(prompts, params)
+        outputs: dict[str, GenerationOutput] = {}
+        try:
+            for request_id, delta in self._run(running):
+                if delta.finish_reason is not None:
+                    outputs[request_id] = running[request_id].output(delta)
+                    progress.update("generate", len(outputs), len(running), "requests")
+        finally:
+            self._abort(running)
+        return [outputs[request_id] for request_id in running]
+
+    def _add_all(
+        self, prompts: Sequence[tuple[str | None, tuple[int, ...]]], params: Sequence[SamplingParams]
+    ) -> dict[str, _Running]:
+        """Queues all prompts, or none."""
+        config, vocab_size = self.started.config, self.started.model_config.vocab_size
+        added: dict[str, _Running] = {}
+        try:
+            for (text, ids), sampling in zip(prompts, params, strict=True):
+                sampling = checked_sampling(
+                    sampling,
+                    ids,
+                    vocab_size=vocab_size,
+                    max_model_len=config.max_model_len,
+                    max_logprobs=config.max_logprobs,
+                    clip=True,
+                )
+                request = Request(f"offline-{next(self._ids)}", ids, sampling)
+                self.started.engine.add(request)
+                added[request.request_id] = _Running(text, request, OutputText(self.tokenizer, sampling, ids))
+        except RequestError:
+            self._running |= added
+            self._abort(added)
+            raise
+        self._running |= added
+        return added
+
+    def _abort(self, running: Mapping[str, _Running]) -> None:
+        for request_id in running:
+            self._unread.pop(request_id, None)
+            if self._running.pop(request_id, None) is not None:
+                self.started.engine.abort(request_id)
+
+    def _run(self, wanted: Mapping[str, _Running]) -> Iterator[tuple[str, TextDelta]]:
+        """Steps the engine until the wanted requests have ended; yields their news.
+
+        Other requests of this LLM (an open `stream`) are served by the same steps, and keep their news for later.
+        """
+        while True:
+            for request_id in [request_id for request_id in self._unread if request_id in wanted]:
+                for delta in self._unread.pop(request_id):
+                    yield request_id, delta
+            if not any(request_id in self._running for request_id in wanted):
+                return
+            self._step()
+
+    def _step(self) -> None:
+        engine = self.started.engine
+        if not engine.has_work():
+            raise RuntimeError("the engine has nothing to do, yet requests have not finished")
+        for output in engine.step():
+            running = self._running.get(output.request_id)
+            if running is None:  # aborted, or its text has reached a stop string
+                continue
+            if output.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"the engine failed: {output.error}")
+            delta = running.take(output)
+            self._unread[output.request_id].append(delta)
+            if delta.finish_reason is not None:
+                del self._running[output.request_id]
+                if output.finish_reason is None:
+                    engine.finish(output.request_id)

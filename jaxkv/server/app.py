@@ -1,0 +1,147 @@
+"""The OpenAI-compatible HTTP application."""
+
+import hmac
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import jaxkv
+from jaxkv.core.errors import RequestError
+from jaxkv.server import errors
+from jaxkv.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
+from jaxkv.server.serving import Serving, new_response_id
+from jaxkv.server.streaming import EventStream, gathered
+
+
+class _ApiKey:
+    """Asks for `Authorization: Bearer KEY` wherever something can be computed; health and version stay open."""
+
+    _OPEN = ("/health", "/ping", "/version")
+
+    def __init__(self, app: ASGIApp, key: str):
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._OPEN and scope["method"] != "OPTIONS":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            # Constant time, so that the answer's delay tells nothing of the key.
+            if not hmac.compare_digest(given, self._expected):
+                response = errors.error_response(
+                    "A valid API key is needed: send the header 'Authorization: Bearer KEY'.",
+                    401,
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
+    """The application for one running engine.
+
+    Args:
+      api_key: what clients must send as a bearer token; None lets everyone in.
+    """
+    app = FastAPI(
+        title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False
+    )
+    errors.install(app)
+    if api_key is not None:
+        app.add_middleware(_ApiKey, key=api_key)
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> Response:
+        if serving.engine.failed is not None:
+            return errors.error_response(f"The engine cannot serve requests: {serving.engine.failed}", 503)
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": jaxkv.__version__}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return errors.json_response({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        serving.check_model(model_id)
+        return errors.json_response(_card(serving, model_id))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await _generate(serving, body, http, CompletionResponses)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
+        return await _generate(serving, body, http, ChatResponses)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return errors.json_response(await _tokenize(serving, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        serving.check_model(body.model)
+        wrong = [token for token in body.tokens if not 0 <= token < serving.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"tokens has id {wrong[0]}; ids of this model are 0 to {serving.vocab_size - 1}", param="tokens"
+            )
+        return errors.json_response({"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return app
+
+
+async def _generate(serving: Serving, body: GenerationRequest, http: Request, kind: type[Responses]) -> Response:
+    serving.check_model(body.model)
+    body.check()
+    prompts = await serving.prompts(body)
+    response_id = new_response_id(kind.id_prefix)
+    name = body.model or serving.model_names[0]
+    responses = kind(response_id, name, int(time.time()), serving.tokenizer, body, prompts)
+    stream = await serving.submit(response_id, body, prompts)
+    if body.stream:
+        return EventStream(stream, responses)
+    return await gathered(http, stream, responses)
+
+
+async def _tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
+    serving.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        continues = bool(body.continue_final_message)
+        generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        arguments = {"add_generation_prompt": generates, "continue_final_message": continues}
+        prompt = await serving.chat_prompt(body.messages, arguments, bool(body.add_special_tokens))
+    else:
+        prompt = await serving.encode(body.prompt, body.add_special_tokens is not False)
+    ids = prompt.token_ids
+    texts = [serving.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": list(ids), "token_strs": texts}
+
+
+def _card(serving: Serving, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "jaxkv",
+        "root": serving.model_names[0],
+        "parent": None,
+        "max_model_len": serving.max_model_len,
+        "permission": [],
+    }
