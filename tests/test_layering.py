@@ -1,7 +1,7 @@
 """Arrows only go down, and the control plane never sees jax.
 
-The table below is the architecture: what each part may import, of jaxkv and of the libraries that shape a design. An import
-inside a function counts like any other.
+The table below is the architecture: what each part may import, of jaxkv and of the libraries that shape a design. An
+import inside a function counts like any other.
 """
 
 import ast

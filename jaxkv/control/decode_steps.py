@@ -1,7 +1,7 @@
 """How many decode steps a device call runs: C.
 
-More steps a call hide the host and the dispatch; fewer let waiting requests start sooner. Only powers of two are chosen,
-so that an executor that compiles per C compiles few.
+More steps a call hide the host and the dispatch; fewer let waiting requests start sooner. Only powers of two are
+chosen, so that an executor that compiles per C compiles few.
 """
 
 

@@ -93,7 +93,7 @@ class Engine:
                 news += self.scheduler.update(self._handles.popleft().result())
             elif self.scheduler.has_requests:
                 raise RuntimeError("requests wait, nothing is in flight, and yet nothing can be planned")
-        except Exception as error:  # noqa: BLE001 - whatever it is, no request may be left without an end
+        except Exception as error:  # whatever it is, no request may be left without an end
             logger.exception("the engine failed")
             news += self._fail(error)
         return news
@@ -115,9 +115,5 @@ class Engine:
     def _fail(self, error: Exception) -> list[RequestOutput]:
         self.failed = f"{type(error).__name__}: {error}"
         self._handles.clear()
-        now = self.clock.now()
-        outputs = []
-        for request_id in self.scheduler.live_ids:
-            output = self.scheduler.finish(request_id, FinishReason.ERROR, now)
-            outputs.append(dataclasses.replace(output, error=self.failed))
-        return outputs
+        outputs = self.scheduler.abandon(FinishReason.ERROR, self.clock.now())
+        return [dataclasses.replace(output, error=self.failed) for output in outputs]

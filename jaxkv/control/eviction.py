@@ -1,4 +1,4 @@
-"""Which cached block to give up first. A policy sees only blocks that nobody uses and that the prefix index can find."""
+"""Which cached block to give up first. A policy sees only blocks that nobody uses and the prefix index can find."""
 
 import collections
 from typing import Protocol
@@ -27,8 +27,9 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Least recently used first, where use ends with the last release.
 
-    Whoever holds a block holds its whole prefix, and blocks are released tail first: so a block always goes before the
-    blocks it depends on, and no findable block is left behind a hole.
+    Whoever holds a block holds its whole prefix, and blocks are released tail first: so a block goes before the blocks
+    it depends on, and what stays can be reached. (Only where two requests computed equal blocks side by side can one's
+    later blocks hang on the other's; if those go first, the unreachable ones are evicted in their turn.)
     """
 
     def __init__(self):

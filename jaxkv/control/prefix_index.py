@@ -5,8 +5,8 @@ A full block is named by a hash of its own tokens and of everything before them:
     root = sha256(model fingerprint, KV format, cache_salt)
     h[0] = sha256(root + tokens[0:P])     h[1] = sha256(h[0] + tokens[P:2P])     ...
 
-so equal hashes mean equal whole prefixes, and a lookup is one dict access a block. sha256 because prompts are untrusted:
-a hash that can be steered would let one user read another's cache.
+so equal hashes mean equal whole prefixes, and a lookup is one dict access a block. sha256 because prompts are
+untrusted: a hash that can be steered would let one user read another's cache.
 """
 
 import array
@@ -28,7 +28,7 @@ class MatchResult:
 
 def root_hash(cache_root: bytes, cache_salt: str | None) -> BlockHash:
     """Parent of a first block. `cache_root` names what K/V values depend on beside tokens: weights and KV format."""
-    # The length goes first so that (root, salt) pairs cannot be shifted into each other; a missing salt differs from "".
+    # The length goes first, so that root and salt cannot be shifted into each other; no salt differs from an empty one.
     salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
     return BlockHash(hashlib.sha256(len(cache_root).to_bytes(8, "little") + cache_root + salt).digest())
 

@@ -87,6 +87,17 @@ class Scheduler:
         self._end(state, reason, now)
         return state.output(finish_reason=reason)
 
+    def abandon(self, reason: FinishReason, now: float = 0.0) -> list[RequestOutput]:
+        """End all live requests without tidying up: for a broken engine, whose books may not be trusted either."""
+        states = list(self._live.values())
+        self._live.clear()
+        self.running, self.waiting = [], WaitingQueue()
+        self._in_flight.clear()
+        for state in states:
+            state.status = Status.FINISHED
+            self.stats.record_finished(state.metrics(reason, now))
+        return [state.output(finish_reason=reason) for state in states]
+
     def preempt(self, request_id: str) -> None:
         """Send a running request back to the queue; its blocks are freed and later recomputed or found in the cache."""
         state = self._live[request_id]
@@ -128,7 +139,7 @@ class Scheduler:
         remaining = [state.num_remaining for state in decoding]
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
-        for state, left in zip(decoding, remaining):
+        for state, left in zip(decoding, remaining, strict=True):
             if state.num_uploaded_blocks < len(state.blocks):
                 updates.append(self._upload_blocks(state))
             steps = num_steps if num_steps < left else left
@@ -228,9 +239,7 @@ class Scheduler:
         state.num_uploaded_blocks = len(state.blocks)
         return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
 
-    def _add_chunk(
-        self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[_Flight]
-    ) -> int:
+    def _add_chunk(self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[_Flight]) -> int:
         """Plan the next chunk of at most `budget` known tokens; returns its length."""
         start = state.num_scheduled
         end = min(start + budget, len(state.token_ids))
@@ -264,10 +273,10 @@ class Scheduler:
         while num_steps > 1:
             missing = [
                 -(-(length + (num_steps if num_steps < left else left)) // block_size) - len(state.blocks)
-                for state, length, left in zip(decoding, lengths, remaining)
+                for state, length, left in zip(decoding, lengths, remaining, strict=True)
             ]
             if sum(missing) <= num_free:
-                for state, count in zip(decoding, missing):
+                for state, count in zip(decoding, missing, strict=True):
                     if count:
                         state.blocks += self.blocks.allocate(count)
                 break
@@ -393,13 +402,14 @@ def _check_result(step_id: int, flights: list[_Flight], result: StepResult) -> N
     sampling = [flight for flight in flights if flight.num_sampled]
     if len(sampling) != len(result.rows):
         raise RuntimeError(f"Expected {len(sampling)} rows from step {step_id}, got {len(result.rows)}")
-    for flight, row in zip(sampling, result.rows):
+    for flight, row in zip(sampling, result.rows, strict=True):
         state, count = flight.state, len(row.token_ids)
         if row.request_id != state.request.request_id:
             raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
-        if state.status is not Status.FINISHED and count != flight.num_sampled:
-            if not (row.stopped and 0 < count < flight.num_sampled):
-                raise RuntimeError(
-                    f"request {row.request_id} was to get {flight.num_sampled} tokens in step {step_id}, got {count} "
-                    f"with {row.stopped=}"
-                )
+        if state.status is Status.FINISHED or count == flight.num_sampled:
+            continue
+        if not (row.stopped and 0 < count < flight.num_sampled):
+            raise RuntimeError(
+                f"request {row.request_id} was to get {flight.num_sampled} tokens in step {step_id}, got {count} "
+                f"with {row.stopped=}"
+            )

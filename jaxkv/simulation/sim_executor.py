@@ -1,4 +1,4 @@
-"""An Executor that computes nothing but time: same plans, same results, a cost model and a clock instead of a device."""
+"""An Executor that computes nothing but time: same plans, same kind of results, a cost model instead of a device."""
 
 import dataclasses
 import zlib
@@ -92,6 +92,6 @@ class SimExecutor:
     def _sample(self, row: _SimRow) -> int:
         token = zlib.crc32(b"%d:%d" % (row.admission.sampling.seed, row.position)) % self.vocab_size
         if row.num_emitted < row.admission.min_new_tokens:
-            forbidden = set(row.admission.stop_ids)
-            token = next(t for t in ((token + i) % self.vocab_size for i in range(self.vocab_size)) if t not in forbidden)
+            while token in row.admission.stop_ids:
+                token = (token + 1) % self.vocab_size
         return token

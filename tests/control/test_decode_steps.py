@@ -29,7 +29,8 @@ def test_prefill_makes_calls_short():
 
 def test_with_a_queue_no_call_outlasts_the_first_row_to_end():
     for left, steps in ((1, 1), (3, 2), (8, 8), (500, 16)):
-        assert adaptive_decode_steps(16, least_remaining=left, most_remaining=500, prefilling=False, waiting=True) == steps
+        got = adaptive_decode_steps(16, least_remaining=left, most_remaining=500, prefilling=False, waiting=True)
+        assert got == steps
 
 
 @given(st.integers(1, 64), st.integers(1, 99), st.integers(0, 99), st.booleans(), st.booleans())

@@ -30,7 +30,7 @@ class RecordingExecutor(SimExecutor):
     def __init__(self, clock):
         super().__init__(LIMITS, ConstantCostModel(), clock)
         self.events = []
-        self.fail_submit = self.fail_result = None
+        self.fail_submit = self.fail_result = self.lose_rows = None
 
     def submit(self, plan):
         if self.fail_submit == plan.step_id:
@@ -49,7 +49,7 @@ class RecordingHandle:
         if self.executor.fail_result == result.step_id:
             raise RuntimeError("the device is lost")
         self.executor.events.append(f"read {result.step_id}")
-        return result
+        return dataclasses.replace(result, rows=()) if self.executor.lose_rows == result.step_id else result
 
 
 def make(config=SchedulerConfig(), **options):
@@ -157,9 +157,13 @@ def test_steps_in_flight_are_read_after_their_requests_are_gone():
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("fail_submit", "MemoryError: no memory for the step"), ("fail_result", "RuntimeError: the device is lost")],
+    [
+        ("fail_submit", "MemoryError: no memory for the step"),
+        ("fail_result", "RuntimeError: the device is lost"),
+        ("lose_rows", "RuntimeError: Expected 4 rows from step 2, got 0"),
+    ],
 )
-def test_executor_failure_ends_every_request_and_refuses_new_ones(where, message):
+def test_failure_ends_every_request_and_refuses_new_ones(where, message):
     engine = make()
     setattr(engine.executor, where, 2)
     for name in "abcdef":  # four rows: e and f still wait
@@ -169,6 +173,7 @@ def test_executor_failure_ends_every_request_and_refuses_new_ones(where, message
     for outputs in news.values():
         assert (outputs[-1].finish_reason, outputs[-1].error) == (FinishReason.ERROR, message)
     assert engine.failed == message and not engine.has_work() and engine.step() == []
+    assert engine.stats.num_finished == {FinishReason.ERROR: 6}
     with pytest.raises(RequestError, match="has failed") as caught:
         engine.add(request("g"))
     assert caught.value.status == 503

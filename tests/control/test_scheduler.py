@@ -185,7 +185,7 @@ def test_generated_tokens_are_shared_too():
 @pytest.mark.parametrize(("caching", "salts"), [(False, (None, None)), (True, ("x", "y")), (True, ("x", None))])
 def test_nothing_is_shared_without_caching_or_across_salts(caching, salts):
     scheduler = make(SchedulerConfig(enable_prefix_caching=caching))
-    for name, salt in zip("ab", salts):
+    for name, salt in zip("ab", salts, strict=True):
         add(scheduler, name, list(range(8)), cache_salt=salt)
     plan, _ = run(scheduler)
     assert chunks(plan) == [("a", 0, 8, True), ("b", 0, 8, True)]
@@ -441,6 +441,7 @@ def test_times_and_counters():
 
 def test_large_pool_costs_no_more_than_a_small_one():
     """256 rows: the same plan from 1,000 spare blocks and from 100,000, in comparable time."""
+
     def best(num_blocks):
         limits = ExecutorLimits(num_blocks, 16, 256, 8192, 256, 4096, 8)
         scheduler = Scheduler(limits)

@@ -1,8 +1,8 @@
 """The control plane against an executor that remembers what every block holds.
 
-`HistoryExecutor` keeps, for each slot, the token, position and cache salt whose K/V were written there, and asserts at every
-attention that a row sees exactly its own history. Tokens are a function of the whole history, so outputs must equal
-a naive full recompute whatever the chunking, C, sharing, preemption, order or number of steps in flight.
+`HistoryExecutor` keeps, for each slot, the token, position and cache salt whose K/V were written there, and asserts at
+every attention that a row sees exactly its own history. Tokens are a function of the whole history, so outputs must
+equal a naive full recompute whatever the chunking, C, sharing, preemption, order or number of steps in flight.
 """
 
 import collections
@@ -14,7 +14,14 @@ import zlib
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.prefix_index import hash_blocks

@@ -101,7 +101,9 @@ def test_steps_run_one_after_another_and_reading_moves_the_clock():
 
 
 def test_constant_cost_model_adds_up():
-    model = ConstantCostModel(call_seconds=1, prefill_token_seconds=10, decode_step_seconds=100, decode_row_seconds=1000)
+    model = ConstantCostModel(
+        call_seconds=1, prefill_token_seconds=10, decode_step_seconds=100, decode_row_seconds=1000
+    )
     assert model.seconds(PlanShape(0, 0, 0, 0, 0)) == 1
     assert model.seconds(PlanShape(3, 99, 0, 0, 0)) == 31
     assert model.seconds(PlanShape(2, 0, 4, 99, 5)) == pytest.approx(1 + 20 + 5 * (100 + 4000))
