@@ -261,12 +261,15 @@ class Scheduler:
         if self.config.decode_steps:
             num_steps = min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
         else:
+            waiting = len(self.waiting) > 0
+            # A row whose last token is in flight is free as soon as the step before this one is read.
+            ending = waiting and any([state.is_decoding and state.num_remaining <= 0 for state in self.running])
             num_steps = adaptive_decode_steps(
                 self.limits.max_decode_steps,
-                least_remaining=min(remaining),
+                least_remaining=1 if ending else min(remaining),
                 most_remaining=max(remaining),
                 prefilling=prefilling,
-                waiting=len(self.waiting) > 0,
+                waiting=waiting,
             )
         block_size, num_free = self.limits.block_size, self.blocks.num_free
         lengths = [state.num_computed + state.num_in_flight for state in decoding]
