@@ -17,10 +17,14 @@ from flax import nnx
 
 from jaxkv.core.errors import CheckpointError
 from jaxkv.core.model_config import ModelConfig, RopeConfig
+from jaxkv.loading.host_memory import freed_memory_returned
 from jaxkv.loading.resolve import ORBAX_CONFIG
 
 _PARAMS = "params"
 _FORMAT = 1
+_CHUNK_BYTES = 2**20
+"""Stored in pieces of this size, so that a device reads its own part alone and little exists twice meanwhile (whole
+arrays as one chunk: 95 MB above the weights where these take 51, the largest of them being 49 MB)."""
 
 
 def abstract_array(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> Any:
@@ -35,7 +39,8 @@ def save(folder: str | Path, model: nnx.Module, config: ModelConfig) -> None:
     state = nnx.to_flat_state(nnx.split(model)[1])
     arrays = {".".join(map(str, path)): variable.get_value() for path, variable in state}
     with _checkpointer() as checkpointer:
-        checkpointer.save(folder / _PARAMS, args=ocp.args.PyTreeSave(arrays))
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+        checkpointer.save(folder / _PARAMS, args=ocp.args.PyTreeSave(arrays, save_args=save_args))
     document = {"format": _FORMAT, "model": dataclasses.asdict(config)}
     (folder / ORBAX_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
 
@@ -65,7 +70,7 @@ def restore(folder: str | Path, targets: dict[str, Any]) -> Iterator[tuple[str, 
     Raises CheckpointError for missing, extra or misshapen parameters, and for damaged files.
     """
     path = Path(folder).absolute() / _PARAMS
-    with _checkpointer() as checkpointer:
+    with _checkpointer() as checkpointer, freed_memory_returned():
         try:
             stored = {name: tuple(entry.shape) for name, entry in checkpointer.metadata(path).item_metadata.tree.items()}
         except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -107,7 +112,8 @@ def _restore_group(checkpointer: ocp.Checkpointer, path: Path, group: dict[str, 
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    # Weights hardly compress (bfloat16 to 75 %, float32 to 92 %), and unpacking would be one more copy.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
 def _check(path: Path, stored: dict[str, tuple[int, ...]], targets: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from jaxkv.loading.convert import convert
 from jaxkv.loading.model_config import parse_hf_config
 from jaxkv.loading.resolve import resolve_model
 
-# 50.4 million parameters: 201 MB in float32, its largest tensor 49 MB.
+# 48.2 million parameters: 193 MB in float32, its largest tensor 49 MB.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 24_000,
@@ -47,7 +47,7 @@ MEASURE = """
     source, dtype = resolve_model(sys.argv[1]), sys.argv[2]
     config = load_config(source)
     mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-    jax.device_put(np.zeros(8)).block_until_ready()
+    jax.device_put(np.zeros(8)).delete()  # starts the backend
     Path("/proc/self/clear_refs").write_text("5")
     before = kernel("VmRSS")
     model = load_weights(source, config, dtype=dtype, sharding=sharding if len(jax.devices()) > 1 else None)
@@ -55,7 +55,7 @@ MEASURE = """
     per_device, full_copies = {}, []
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
-            per_device[str(shard.device)] = per_device.get(str(shard.device), 0) + shard.data.nbytes
+            per_device[shard.device.id] = per_device.get(shard.device.id, 0) + shard.data.nbytes
             if array.ndim == 2 and shard.data.shape == array.shape:
                 full_copies.append(array.shape)
     json.dump({"peak": peak, "per_device": per_device, "full_copies": full_copies}, sys.stdout)
@@ -89,7 +89,7 @@ def test_gguf(demo_source, record_property, dtype):
 
 @pytest.mark.parametrize(
     ("stored", "num_shards", "dtype"),
-    [(np.float32, 1, "float32"), (np.float32, 1, "bfloat16"), (ml_dtypes.bfloat16, 4, "float32")],
+    [(np.float32, 1, "bfloat16"), (ml_dtypes.bfloat16, 4, "float32")],
 )
 def test_safetensors(write_folder, random_tensors, record_property, stored, num_shards, dtype):
     config = parse_hf_config(CONFIG, "here")
@@ -98,17 +98,15 @@ def test_safetensors(write_folder, random_tensors, record_property, stored, num_
     assert_bounded(found, config.num_parameters(), config.vocab_size * config.hidden_size, dtype, record_property)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_orbax(write_folder, random_tensors, tmp_path, record_property, num_devices):
+def test_orbax(write_folder, random_tensors, tmp_path, record_property):
     """Onto two devices each takes half of every matrix, and no full copy is made on the way."""
     config = parse_hf_config(CONFIG, "here")
     folder = convert(resolve_model(str(write_folder(CONFIG, random_tensors(config)))), tmp_path / "orbax")
-    found = measure(folder, "float32", num_devices)
-    # Norms are replicated on every device: (2 a layer + the last) * 512 floats.
-    norms = 4 * 13 * 512
-    assert_bounded(found, config.num_parameters(), config.vocab_size * config.hidden_size, "float32", record_property)
-    expected = (4 * config.num_parameters() - norms) // num_devices + norms
-    # A scalar of the warm-up may live on the first device.
-    assert len(found["per_device"]) == num_devices
-    assert all(expected <= n <= expected + 64 for n in found["per_device"].values()), found["per_device"]
-    assert num_devices == 1 or found["full_copies"] == []
+    norms = 4 * 13 * 512  # bytes that every device holds: (2 a layer + the last) * 512 floats
+    for num_devices in (1, 2):
+        found = measure(folder, "float32", num_devices)
+        assert_bounded(found, config.num_parameters(), config.vocab_size * config.hidden_size, "float32", record_property)
+        expected = (4 * config.num_parameters() - norms) // num_devices + norms
+        assert found["per_device"] == {str(i): expected for i in range(num_devices)}
+        if num_devices == 2:
+            assert found["full_copies"] == []
