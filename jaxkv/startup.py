@@ -19,7 +19,6 @@ from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
-from jaxkv.execution.decode_state import MAX_STOP_IDS
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
@@ -115,6 +114,8 @@ def _check(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if not 0 <= config.decode_steps <= MAX_DECODE_STEPS:
         raise ConfigError(f"decode_steps is {config.decode_steps}; it must be 0 (adaptive) to {MAX_DECODE_STEPS}")
+    if config.enforce_eager and config.decode_steps > 1:
+        raise ConfigError(f"decode_steps is {config.decode_steps}, but enforce_eager runs one step a call: leave one out")
     if config.max_logprobs < 1:
         raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be at least 1")
 
@@ -240,9 +241,10 @@ def _scheduler_config(
     fingerprint = f"{source.description}|{model}|{config.dtype}|{config.kv_cache_dtype}"
     return SchedulerConfig(
         policy=config.scheduling_policy,
-        decode_steps=min(config.decode_steps, 1) if config.enforce_eager else config.decode_steps,
+        decode_steps=config.decode_steps,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
         cache_root=hashlib.sha256(fingerprint.encode()).digest(),
     )

@@ -17,6 +17,7 @@ class ExecutorLimits:
       max_prefill_seqs: most chunks a step, R.
       max_model_len: most tokens a row; its table has ceil(max_model_len / block_size) columns, M.
       max_decode_steps: largest C.
+      max_stop_ids: most ids that end a row, W.
     """
 
     num_blocks: int
@@ -26,6 +27,7 @@ class ExecutorLimits:
     max_prefill_seqs: int
     max_model_len: int
     max_decode_steps: int
+    max_stop_ids: int = 80
 
 
 class StepHandle(Protocol):

@@ -147,11 +147,18 @@ def new_request_state(
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
     eos = () if sampling.ignore_eos else config.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+    if len(stop_ids) > limits.max_stop_ids:
+        raise RequestError(
+            f"{len(stop_ids)} ids would end the request, the model's own {len(eos)} included; at most "
+            f"{limits.max_stop_ids} can: shorten stop_token_ids",
+            param="stop_token_ids",
+        )
     state = RequestState(
         request=request,
         rank=(request.priority if config.policy == "priority" else 0, arrival_number),
         sampling=sampling,
-        stop_ids=tuple(dict.fromkeys((*eos, *sampling.stop_token_ids))),
+        stop_ids=stop_ids,
         max_total_tokens=max_total_tokens,
         arrival=now if request.arrival_time is None else request.arrival_time,
         token_ids=list(request.prompt_token_ids),

@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxkv.core.plan import RowUpdate
 
-MAX_STOP_IDS = 64
 NO_TOKEN = -1
 
 
@@ -46,7 +45,7 @@ class DecodeState:
         return self.last_token.shape[0] - 1
 
 
-def empty_state(max_num_seqs: int, max_blocks_per_row: int) -> DecodeState:
+def empty_state(max_num_seqs: int, max_blocks_per_row: int, max_stop_ids: int) -> DecodeState:
     rows = max_num_seqs + 1
 
     def filled(value, dtype) -> jax.Array:
@@ -59,7 +58,7 @@ def empty_state(max_num_seqs: int, max_blocks_per_row: int) -> DecodeState:
         active=filled(False, jnp.bool_),
         budget=filled(0, jnp.int32),
         min_left=filled(0, jnp.int32),
-        stop_ids=jnp.full((rows, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
+        stop_ids=jnp.full((rows, max_stop_ids), NO_TOKEN, jnp.int32),
         sampling=RowSampling(
             temperature=filled(0, jnp.float32),
             top_k=filled(0, jnp.int32),
@@ -83,7 +82,7 @@ class UpdateBatch:
 
 
 def pack_updates(
-    updates: tuple[RowUpdate, ...], *, dead_row: int, max_entries: int, max_admissions: int
+    updates: tuple[RowUpdate, ...], *, dead_row: int, max_entries: int, max_admissions: int, max_stop_ids: int
 ) -> list[UpdateBatch]:
     """As few UpdateBatches as hold all updates, in order."""
     entries = [(u.row, u.first_column + i, block) for u in updates for i, block in enumerate(u.blocks)]
@@ -93,7 +92,7 @@ def pack_updates(
         batch = UpdateBatch(
             entries=np.zeros((max_entries, 3), np.int32),
             rows=np.full((max_admissions,), dead_row, np.int32),
-            ints=np.zeros((max_admissions, 5 + MAX_STOP_IDS), np.int32),
+            ints=np.zeros((max_admissions, 5 + max_stop_ids), np.int32),
             floats=np.zeros((max_admissions, 3), np.float32),
         )
         batch.entries[:, 0] = dead_row

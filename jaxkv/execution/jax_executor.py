@@ -8,8 +8,6 @@ import numpy as np
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import Clock
 from jaxkv.core.plan import StepPlan, StepResult, StepTiming
-from jaxkv.execution.decode_state import empty_state
-from jaxkv.execution.kv_cache import empty_cache
 from jaxkv.execution.programs import Programs, bucket_for
 from jaxkv.execution.step_output import StepOutput, read_rows
 
@@ -47,10 +45,8 @@ class JaxExecutor:
         self._programs = programs
         self._weights = weights
         self._clock = clock
-        self._cache = empty_cache(
-            shapes.model, num_blocks=self.limits.num_blocks, block_size=self.limits.block_size, dtype=shapes.kv_dtype
-        )
-        self._state = empty_state(self.limits.max_num_seqs, shapes.max_blocks_per_row)
+        self._cache = shapes.empty_cache()
+        self._state = shapes.empty_state()
         self._logprobs_of_row: dict[int, int | None] = {}
 
     def submit(self, plan: StepPlan) -> JaxStepHandle:

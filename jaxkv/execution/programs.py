@@ -57,6 +57,15 @@ class ProgramShapes:
         """Block-table entries one update call takes: a decode step adds few a row, a long prompt many."""
         return max(256, 2 * self.limits.max_num_seqs)
 
+    def empty_state(self) -> DecodeState:
+        return empty_state(self.limits.max_num_seqs, self.max_blocks_per_row, self.limits.max_stop_ids)
+
+    def empty_cache(self) -> KVCache:
+        limits = self.limits
+        return empty_cache(
+            self.model, num_blocks=limits.num_blocks, block_size=limits.block_size, dtype=self.kv_dtype
+        )
+
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
     """Buckets smallest, 2*smallest, ... up to and including `largest`."""
@@ -124,17 +133,10 @@ class Programs:
         self._executables: dict[tuple[str, int | None], jax.stages.Compiled] = {}
 
     def abstract_cache(self) -> KVCache:
-        s = self.shapes
-
-        def build() -> KVCache:
-            return empty_cache(
-                s.model, num_blocks=s.limits.num_blocks, block_size=s.limits.block_size, dtype=s.kv_dtype
-            )
-
-        return jax.eval_shape(build)
+        return jax.eval_shape(self.shapes.empty_cache)
 
     def abstract_state(self) -> DecodeState:
-        return jax.eval_shape(lambda: empty_state(self.shapes.limits.max_num_seqs, self.shapes.max_blocks_per_row))
+        return jax.eval_shape(self.shapes.empty_state)
 
     def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
         """The lowered step function `kind` ("update", "copy", "prefill", "decode") for a bucket."""
@@ -182,6 +184,7 @@ class Programs:
             dead_row=limits.max_num_seqs,
             max_entries=self.shapes.max_update_entries,
             max_admissions=limits.max_prefill_seqs,
+            max_stop_ids=limits.max_stop_ids,
         )
 
     def pack_copies(self, copies: tuple[BlockCopy, ...]):

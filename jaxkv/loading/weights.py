@@ -69,6 +69,11 @@ def load_config(source: ModelSource) -> ModelConfig:
     )
 
 
+def open_tensors(source: ModelSource) -> TensorSource:
+    """The tensors of a Hugging Face folder or a GGUF file, by Hugging Face's names."""
+    return GGUFSource(source.path) if source.kind == "gguf" else SafetensorsSource(source.path)
+
+
 def load_weights(
     source: ModelSource,
     config: ModelConfig,
@@ -104,8 +109,7 @@ def load_weights(
             source.path, {p.name: orbax.abstract_array(p.shape, p.dtype, placement[p.name]) for p in parameters}
         )
     else:
-        tensors = GGUFSource(source.path) if source.kind == "gguf" else SafetensorsSource(source.path)
-        arrays = _read_all(tensors, parameters, placement, config.tie_word_embeddings)
+        arrays = _read_all(open_tensors(source), parameters, placement, config.tie_word_embeddings)
     by_name = {p.name: p for p in parameters}
     done = 0
     for name, array in arrays:

@@ -1,0 +1,182 @@
+"""What every measuring program prints: one JSON object as the last line of stdout, tables and progress on stderr.
+
+Flags `--json_only`, `--json_out` and `--quick` are the same for all of them. Exit code 0: done; 1: a check failed;
+2: user error; 3: a needed tool or device is absent.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from jaxkv.core.errors import UserError
+
+SCHEMA = "jaxkv.result/1"
+EXIT_DONE, EXIT_CHECK_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 0, 1, 2, 3
+_VERSIONS = ("jaxkv", "jax", "jaxlib", "flax", "transformers", "torch", "numpy", "vllm")
+
+flags.DEFINE_bool("json_only", False, "Print nothing but the JSON line.")
+flags.DEFINE_string("json_out", None, "Write the JSON document to this file too.")
+flags.DEFINE_bool("quick", False, "Fewer and smaller runs: to see that it works, not to quote.")
+
+
+class AbsentError(Exception):
+    """A tool or device that the measurement needs is not there."""
+
+
+@dataclasses.dataclass
+class Report:
+    """Collects results and ratios while a program runs."""
+
+    program: str
+    config: dict[str, Any]
+    results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    ratios: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    files: list[str] = dataclasses.field(default_factory=list)
+    console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
+    started: float = dataclasses.field(default_factory=time.monotonic)
+
+    def add(
+        self, name: str, samples: Sequence[float], *, unit: str, metric: str, engine: str, **extra: Any
+    ) -> dict[str, Any]:
+        """One result: the median of `samples` with their spread; `extra` are dtype, batch and what else names it."""
+        result = {
+            "name": name,
+            "engine": engine,
+            **extra,
+            "metric": metric,
+            "unit": unit,
+            "value": statistics.median(samples),
+            "min": min(samples),
+            "max": max(samples),
+            "runs": len(samples),
+        }
+        self.results.append(result)
+        return result
+
+    def skip(self, name: str, reason: str, *, engine: str, **extra: Any) -> None:
+        """A result that could not be measured, and why."""
+        self.results.append({"name": name, "engine": engine, **extra, "value": None, "skipped": reason})
+
+    def ratio(self, name: str, numerator: dict[str, Any], denominator: dict[str, Any], *, target: float | None) -> None:
+        """numerator / denominator; ok when it reaches `target` (None: told, not judged)."""
+        value = numerator["value"] / denominator["value"]
+        self.ratios.append(
+            {
+                "name": name,
+                "numerator": numerator["name"],
+                "denominator": denominator["name"],
+                "value": value,
+                "target": target,
+                "ok": target is None or value >= target,
+            }
+        )
+
+    @property
+    def ok(self) -> bool:
+        return all(ratio["ok"] for ratio in self.ratios)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "program": self.program,
+            "ok": self.ok,
+            "argv": sys.argv[1:],
+            "versions": _versions(),
+            "device": _device(),
+            "config": self.config,
+            "results": self.results,
+            "ratios": self.ratios,
+            "files": self.files,
+            "seconds": round(time.monotonic() - self.started, 3),
+        }
+
+    def print_table(self) -> None:
+        table = Table(title=self.program)
+        for column in ("result", "engine", "median", "min", "max", "runs", "unit"):
+            table.add_column(column, justify="right" if column in ("median", "min", "max", "runs") else "left")
+        for r in self.results:
+            if r["value"] is None:
+                table.add_row(r["name"], r["engine"], f"skipped: {r['skipped']}", "", "", "", "")
+            else:
+                numbers = (f"{r[key]:,.4g}" for key in ("value", "min", "max"))
+                table.add_row(r["name"], r["engine"], *numbers, str(r["runs"]), r["unit"])
+        self.console.print(table)
+        if not self.ratios:
+            return
+        table = Table(title="ratios")
+        for column in ("ratio", "value", "target", "ok"):
+            table.add_column(column)
+        for r in self.ratios:
+            target = "-" if r["target"] is None else f"{r['target']:.2f}"
+            table.add_row(r["name"], f"{r['value']:.2f}", target, "yes" if r["ok"] else "NO")
+        self.console.print(table)
+
+
+def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[Report], None]) -> None:
+    """Entry point of a measuring program: parses flags, measures, prints, exits.
+
+    Args:
+      config: the settings in force, read from the flags once they are parsed.
+      measure: fills the report; may raise UserError (exit 2) or AbsentError (exit 3).
+    """
+
+    def main(argv: Sequence[str]) -> int:
+        if len(argv) > 1:
+            print(f"{program}: unexpected argument {argv[1]!r}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        report = Report(program, config())
+        report.console.quiet = flags.FLAGS.json_only
+        try:
+            measure(report)
+        except UserError as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        except AbsentError as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            return EXIT_ABSENT
+        report.print_table()
+        text = json.dumps(report.document())
+        if flags.FLAGS.json_out:
+            Path(flags.FLAGS.json_out).write_text(text + "\n", encoding="utf-8")
+        print(text, flush=True)
+        return EXIT_DONE if report.ok else EXIT_CHECK_FAILED
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            print(f"{program}: {error}", file=sys.stderr)
+            sys.exit(EXIT_USER_ERROR)
+
+    app.run(main, flags_parser=parse)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _device() -> dict[str, Any]:
+    device: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    jax = sys.modules.get("jax")  # programs that simulate never import it
+    if jax is not None:
+        devices = jax.devices()
+        device |= {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    return device
