@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import SamplingParams
 
-# Every stop string is searched for with each token, and each id widens a row of the device's stop table.
+# Every stop string is searched for with each token.
 MAX_STOPS = 64
+# Half of the device's table of stop ids a row, which holds the model's own end-of-sequence ids too.
+MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_LENGTH = 1024
 
 
@@ -53,9 +55,12 @@ def checked_sampling(
             f"{params.logprobs} logprobs asked for; 0 to {max_logprobs} can be had (the server's max_logprobs)",
             param="logprobs",
         )
-    for name, stops in (("stop", params.stop), ("stop_token_ids", params.stop_token_ids)):
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"{name} has {len(stops)} entries; at most {MAX_STOPS} are allowed", param=name)
+    for name, stops, most in (
+        ("stop", params.stop, MAX_STOPS),
+        ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
+    ):
+        if len(stops) > most:
+            raise RequestError(f"{name} has {len(stops)} entries; at most {most} are allowed", param=name)
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise RequestError(

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import uvicorn
 from absl import flags
@@ -53,9 +52,7 @@ def main(rest: list[str]) -> int:
 
     with ConsoleProgress() as progress:
         started = start_engine(config, progress=progress)
-    for line in started.memory_report:
-        sys.stderr.write(line + "\n")
-    names = tuple(name for name in (_NAMES.value or "").split(",") if name) or (default_model_name(config.model),)
+    names = tuple(name for name in (_NAMES.value or "").split(",") if name) or (started.name,)
     engine = AsyncEngine(started.engine, started.tokenizer)
     serving = Serving(
         engine=engine,
@@ -90,14 +87,6 @@ def main(rest: list[str]) -> int:
         sys.stderr.write(f"error: the engine failed: {failure}\n")
         return 1
     return 0
-
-
-def default_model_name(model: str) -> str:
-    """Model id where none is given: the file's or folder's name, or the name as it was given."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        return model
-    return path.stem if path.is_file() else path.resolve().name
 
 
 class _Server(uvicorn.Server):

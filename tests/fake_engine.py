@@ -1,0 +1,116 @@
+"""A stand-in for jaxkv.control.engine.Engine that plays scripted tokens; loaded by path (runpy), not imported."""
+
+import dataclasses
+import threading
+import time
+
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import RequestError
+from jaxkv.core.request import FinishReason, RequestOutput, TokenLogprobs
+
+
+class FakeEngine:
+    """Continues each prompt with `script(request)` token ids, up to `tokens_per_step` a step.
+
+    Attributes:
+      added, aborted, finished: what the frontend asked for, in order (requests, ids, ids).
+      step_seconds: how long a step takes. gate: steps wait while it is cleared.
+      break_with: raised by the next step.
+    """
+
+    def __init__(self, script, *, eos=(), tokens_per_step=1, step_seconds=0.0):
+        self.script, self.eos, self.tokens_per_step, self.step_seconds = script, eos, tokens_per_step, step_seconds
+        self.failed = None
+        self.added, self.aborted, self.finished = [], [], []
+        self.break_with = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self._live, self._news = {}, []
+        self._owner = None
+
+    def _check_thread(self):
+        self._owner = self._owner or threading.get_ident()
+        assert self._owner == threading.get_ident(), "the engine has one owner thread"
+
+    def add(self, request):
+        self._check_thread()
+        if request.request_id in self._live:
+            raise RequestError("request id in use")
+        if request.cache_salt == "refuse":
+            raise RequestError("refused by the engine: salt", param="cache_salt")
+        self.added.append(request)
+        self._live[request.request_id] = (request, list(self.script(request)), 0)
+
+    def abort(self, request_id, reason=FinishReason.ABORT):
+        self._check_thread()
+        if self._live.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+            self._news.append(RequestOutput(request_id, (), reason))
+
+    def finish(self, request_id):
+        self._check_thread()
+        if self._live.pop(request_id, None) is not None:
+            self.finished.append(request_id)
+            self._news.append(RequestOutput(request_id, (), FinishReason.STOP))
+
+    def has_work(self):
+        return bool(self._live or self._news)
+
+    def step(self):
+        self._check_thread()
+        time.sleep(self.step_seconds)
+        self.gate.wait(20)
+        if self.break_with is not None:
+            raise self.break_with
+        outputs, self._news = self._news, []
+        for request_id, (request, tokens, done) in list(self._live.items()):
+            sampling = request.sampling
+            limit = len(tokens) if sampling.max_tokens is None else min(sampling.max_tokens, len(tokens))
+            new, reason, stop_id = [], None, None
+            while len(new) < self.tokens_per_step and reason is None:
+                token = tokens[done]
+                new.append(token)
+                done += 1
+                ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos))
+                if token in ends and done > sampling.min_tokens:
+                    reason, stop_id = FinishReason.STOP, token
+                elif done >= limit:
+                    reason = FinishReason.LENGTH
+            count = sampling.logprobs
+            logprobs = None
+            if count is not None:
+                logprobs = tuple(
+                    TokenLogprobs(t, -0.5, 1, tuple([(t, -0.5), (t + 1, -1.5), (t + 2, float("-inf"))][:count])) for t in new
+                )
+            self._live[request_id] = (request, tokens, done)
+            if reason is not None:
+                del self._live[request_id]
+            outputs.append(
+                RequestOutput(
+                    request_id, tuple(new), reason, stop_id, logprobs,
+                    num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=len(request.prompt_token_ids) // 2,
+                )
+            )  # fmt: skip
+        return outputs
+
+
+@dataclasses.dataclass
+class FakeModelConfig:
+    vocab_size: int
+
+
+@dataclasses.dataclass
+class FakeStarted:
+    """What start_engine returns, as far as its users look."""
+
+    engine: FakeEngine
+    tokenizer: object
+    model_config: FakeModelConfig
+    config: EngineConfig
+    name: str = "fake"
+    memory_report: tuple = ()
+
+
+def fake_started(engine, tokenizer, max_model_len=256):
+    config = EngineConfig(model="fake", max_model_len=max_model_len)
+    return FakeStarted(engine, tokenizer, FakeModelConfig(tokenizer.vocab_size), config)
