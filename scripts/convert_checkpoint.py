@@ -15,7 +15,9 @@ from jaxkv.core.errors import UserError
 from jaxkv.loading.convert import convert
 from jaxkv.loading.resolve import resolve_model
 
-_MODEL = flags.DEFINE_string("model", "demo", "`demo`, a Hugging Face repo id, a folder of safetensors or a .gguf file.")
+_MODEL = flags.DEFINE_string(
+    "model", "demo", "`demo`, a Hugging Face repo id, a folder of safetensors or a .gguf file."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write; must not exist or be empty.", required=True)
 _DTYPE = flags.DEFINE_enum(
     "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Stored dtype; auto keeps the checkpoint's own."

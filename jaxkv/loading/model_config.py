@@ -72,7 +72,14 @@ _REFUSED = {
 _HARMLESS = frozenset(
     # Names, versions and marks of the tool that wrote the file.
     ["model_type", "_name_or_path", "name_or_path", "transformers_version", "transformers.js_config", "_commit_hash"]
-    + ["unsloth_fixed", "unsloth_version", "is_llama_config", "tokenizer_class", "finetuning_task", "task_specific_params"]
+    + [
+        "unsloth_fixed",
+        "unsloth_version",
+        "is_llama_config",
+        "tokenizer_class",
+        "finetuning_task",
+        "task_specific_params",
+    ]
     # Custom code: transformers too runs its own class for these architectures unless told to trust remote code.
     + ["auto_map"]
     # Training only: initialisation, dropout, noise.
@@ -95,7 +102,9 @@ _HARMLESS = frozenset(
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def parse_hf_config(config: dict[str, Any], source: str, generation_config: dict[str, Any] | None = None) -> ModelConfig:
+def parse_hf_config(
+    config: dict[str, Any], source: str, generation_config: dict[str, Any] | None = None
+) -> ModelConfig:
     """ModelConfig of a parsed config.json.
 
     Args:
@@ -224,7 +233,9 @@ def _num_kv_heads(fields: _Fields, family: _Family, num_heads: int) -> int:
 
 def _head_dim(fields: _Fields, family: _Family, hidden_size: int, num_heads: int) -> int:
     if fields.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
-        raise fields.error("hidden_size", f"is {hidden_size}, no multiple of {num_heads} heads, and head_dim is absent.")
+        raise fields.error(
+            "hidden_size", f"is {hidden_size}, no multiple of {num_heads} heads, and head_dim is absent."
+        )
     head_dim = fields.positive("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}; RoPE needs an even one.")

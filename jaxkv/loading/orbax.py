@@ -51,14 +51,18 @@ def load_config(folder: str | Path) -> ModelConfig:
     try:
         document = json.loads(path.read_text())
         if document["format"] != _FORMAT:
-            raise CheckpointError(f"{path}: format is {document['format']!r}, this version reads {_FORMAT}; convert again.")
+            raise CheckpointError(
+                f"{path}: format is {document['format']!r}, this version reads {_FORMAT}; convert again."
+            )
         model = dict(document["model"])
         model["rope"] = RopeConfig(**model["rope"])
         for name in ("window_sizes", "eos_token_ids"):  # JSON knows no tuples
             model[name] = tuple(model[name])
         return ModelConfig(**model)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not readable as an Orbax checkpoint's config: {error!r}. Convert again.") from error
+        raise CheckpointError(
+            f"{path}: not readable as an Orbax checkpoint's config: {error!r}. Convert again."
+        ) from error
 
 
 def restore(folder: str | Path, targets: dict[str, Any]) -> Iterator[tuple[str, jax.Array]]:
@@ -72,9 +76,13 @@ def restore(folder: str | Path, targets: dict[str, Any]) -> Iterator[tuple[str, 
     path = Path(folder).absolute() / _PARAMS
     with _checkpointer() as checkpointer, freed_memory_returned():
         try:
-            stored = {name: tuple(entry.shape) for name, entry in checkpointer.metadata(path).item_metadata.tree.items()}
+            stored = {
+                name: tuple(entry.shape) for name, entry in checkpointer.metadata(path).item_metadata.tree.items()
+            }
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path}: no readable Orbax checkpoint: {error!r}. Convert the model again.") from error
+            raise CheckpointError(
+                f"{path}: no readable Orbax checkpoint: {error!r}. Convert the model again."
+            ) from error
         _check(path, stored, targets)
         for group in _groups(targets):
             yield from _restore_group(checkpointer, path, group).items()

@@ -70,7 +70,10 @@ def resolve_model(
 
 def _looks_like_path(model: str) -> bool:
     return (
-        model.startswith(("/", "./", "../", "~")) or model.endswith((".gguf", "/")) or model.count("/") > 1 or "\\" in model
+        model.startswith(("/", "./", "../", "~"))
+        or model.endswith((".gguf", "/"))
+        or model.count("/") > 1
+        or "\\" in model
     )
 
 

@@ -33,7 +33,11 @@ ShardingFor = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 """(parameter name such as `layers.0.attention.q_proj.weight`, its shape) -> where it lives."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_RENAMED = {"attention": "self_attn", "input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_RENAMED = {
+    "attention": "self_attn",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
 # Buffers that old checkpoints stored although they follow from the config.
 _KNOWN_BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 _MOST_LISTED = 5
@@ -150,7 +154,8 @@ def hf_name(path: tuple[str | int, ...]) -> str:
 
 def _check(tensors: TensorSource, expected: dict[str, _Parameter], tied: bool) -> None:
     names = tensors.names()
-    missing = [f"{name} {list(p.shape)}" for name, p in expected.items() if name not in set(names)]
+    present = set(names)
+    missing = [f"{name} {list(p.shape)}" for name, p in expected.items() if name not in present]
     extra, misshapen = [], []
     for name in names:
         if name in expected:

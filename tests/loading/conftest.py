@@ -43,7 +43,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's tensor names and shapes, written out here independently of the model."""
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e), "model.norm.weight": (e,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, e),
+        "model.norm.weight": (e,),
+    }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, e)
     for i in range(config.num_layers):

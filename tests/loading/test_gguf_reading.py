@@ -99,7 +99,9 @@ def test_every_float_reads_back_in_hugging_face_order(write_gguf, random_tensors
             expected = tensor.astype(source.stored_dtype(name))
             assert expected.dtype.name == "bfloat16"
         np.testing.assert_array_equal(source.read(name), expected, err_msg=name)
-        np.testing.assert_array_equal(source.read(name, np.dtype(np.float16)), expected.astype(np.float16), err_msg=name)
+        np.testing.assert_array_equal(
+            source.read(name, np.dtype(np.float16)), expected.astype(np.float16), err_msg=name
+        )
 
 
 def test_other_architectures_keep_their_row_order(write_gguf, random_tensors):

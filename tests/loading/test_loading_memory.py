@@ -105,7 +105,9 @@ def test_orbax(write_folder, random_tensors, tmp_path, record_property):
     norms = 4 * 13 * 512  # bytes that every device holds: (2 a layer + the last) * 512 floats
     for num_devices in (1, 2):
         found = measure(folder, "float32", num_devices)
-        assert_bounded(found, config.num_parameters(), config.vocab_size * config.hidden_size, "float32", record_property)
+        assert_bounded(
+            found, config.num_parameters(), config.vocab_size * config.hidden_size, "float32", record_property
+        )
         expected = (4 * config.num_parameters() - norms) // num_devices + norms
         assert found["per_device"] == {str(i): expected for i in range(num_devices)}
         if num_devices == 2:

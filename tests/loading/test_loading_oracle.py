@@ -109,7 +109,9 @@ def test_families(tmp_path, family, fields):
     model.save_pretrained(tmp_path)
     source = resolve_model(str(tmp_path))
     ours = load_config(source)
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in getattr(config, "layer_types", [])]
+    windows = [
+        config.sliding_window if kind == "sliding_attention" else None for kind in getattr(config, "layer_types", [])
+    ]
     assert ours.window_sizes == tuple(windows or [getattr(config, "sliding_window", None)] * 3)
     assert ours.num_parameters() == model.num_parameters()
     assert_equal(our_arrays(load_weights(source, ours, dtype="float32")), their_arrays(model))
@@ -117,8 +119,8 @@ def test_families(tmp_path, family, fields):
 
 def test_the_written_config_is_transformers_5s_spelling(tmp_path):
     """Guards the test above: what it loads has rope_parameters, and no rope_theta at the top."""
-    transformers.LlamaConfig(**SIZES, rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}).save_pretrained(
-        tmp_path
-    )
+    transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    ).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert "rope_theta" not in written and written["rope_parameters"]["rope_theta"] == 5e5

@@ -55,7 +55,9 @@ def test_accepts_what_transformers_writes(architecture):
     """Every field that save_pretrained writes, at its default, is honoured or known: none is refused."""
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    written = json.loads(kind(**SIZES, num_key_value_heads=2, architectures=[architecture]).to_json_string(use_diff=False))
+    written = json.loads(
+        kind(**SIZES, num_key_value_heads=2, architectures=[architecture]).to_json_string(use_diff=False)
+    )
     ours = parse(written)
     assert (ours.num_layers, ours.num_heads, ours.num_kv_heads, ours.hidden_size) == (4, 4, 2, 32)
 
@@ -192,7 +194,10 @@ def test_biases_follow_the_architecture():
     assert parse(qwen2).qkv_bias and not parse(qwen2).o_bias
     refused(qwen2 | {"attention_bias": False}, "attention_bias", "Qwen2ForCausalLM")
     refused(qwen2 | {"mlp_bias": True}, "mlp_bias")
-    refused(SIZES | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "attention_bias": True}, "attention_bias")
+    refused(
+        SIZES | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "attention_bias": True},
+        "attention_bias",
+    )
 
 
 def test_windows_of_qwen():

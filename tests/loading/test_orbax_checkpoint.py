@@ -139,7 +139,7 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "scripts/convert_checkpoint.py", *arguments],
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 

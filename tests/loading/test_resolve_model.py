@@ -184,7 +184,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith("/api/models/owner/model/revision/nowhere"):
             status, body, headers = 404, b"", {"X-Error-Code": "RevisionNotFound"}
         elif path.startswith("/api/models/owner/model/tree/"):
-            entries = [{"type": "file", "path": p, "size": len(d), "oid": f"{i:040}"} for i, (p, d) in enumerate(FILES.items())]
+            entries = [
+                {"type": "file", "path": p, "size": len(d), "oid": f"{i:040}"} for i, (p, d) in enumerate(FILES.items())
+            ]
             status, body = 200, json.dumps(entries).encode()
         elif path.startswith("/api/models/owner/model"):
             siblings = [{"rfilename": name} for name in FILES]

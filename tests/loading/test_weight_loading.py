@@ -99,7 +99,11 @@ def test_sharding_is_asked_for_each_parameter(tiny_config, random_tensors, write
     config = parse_hf_config(tiny_config, "here")
     source = resolve_model(str(write_folder(tiny_config, random_tensors(config))))
     load_weights(source, config, dtype="float32", sharding=sharding)
-    assert len(asked) == 21 and asked["layers.1.attention.k_proj.weight"] == (16, 32) and asked["lm_head.weight"] == (48, 32)
+    assert (
+        len(asked) == 21
+        and asked["layers.1.attention.k_proj.weight"] == (16, 32)
+        and asked["lm_head.weight"] == (48, 32)
+    )
 
 
 def test_known_buffers_and_an_equal_tied_head_are_accepted(tiny_config, random_tensors, write_folder):
@@ -111,7 +115,9 @@ def test_known_buffers_and_an_equal_tied_head_are_accepted(tiny_config, random_t
     }
     source = resolve_model(str(write_folder(config, tensors | extra)))
     assert_holds(load_weights(source, load_config(source), dtype="float32"), tensors, np.float32)
-    other = resolve_model(str(write_folder(config, tensors | extra | {"lm_head.weight": extra["lm_head.weight"] + 1}, name="b")))
+    other = resolve_model(
+        str(write_folder(config, tensors | extra | {"lm_head.weight": extra["lm_head.weight"] + 1}, name="b"))
+    )
     with pytest.raises(CheckpointError, match="lm_head.weight: differs from the embedding.*tie_word_embeddings"):
         load_weights(other, load_config(other), dtype="float32")
 
