@@ -213,6 +213,9 @@ class AsyncEngine:
         except RequestError as error:
             self._abort(added)
             accepted.set_exception(error)
+        except Exception as error:
+            accepted.set_exception(EngineFailedError(f"{type(error).__name__}: {error}"))
+            raise
         else:
             accepted.set_result(None)
 

@@ -257,12 +257,14 @@ class LLM:
         Other requests of this LLM (an open `stream`) are served by the same steps, and keep their news for later.
         """
         while True:
-            for request_id in [request_id for request_id in self._unread if request_id in wanted]:
+            ready = [request_id for request_id in self._unread if request_id in wanted]
+            for request_id in ready:
                 for delta in self._unread.pop(request_id):
                     yield request_id, delta
-            if not any(request_id in self._running for request_id in wanted):
-                return
-            self._step()
+            if not ready:
+                if not any(request_id in self._running for request_id in wanted):
+                    return
+                self._step()
 
     def _step(self) -> None:
         engine = self.started.engine
