@@ -158,13 +158,15 @@ def test_config_files_that_cant_be_read(tmp_path):
         load_config(resolve_model(str(tmp_path)))
 
 
-def test_no_torch_at_run_time(demo_source):
+def test_no_torch_at_run_time(tiny_config, random_tensors, write_gguf):
     """Not even where it is installed; and finding and describing a model imports no jax either."""
+    config = parse_hf_config(tiny_config, "here")
+    path = write_gguf(config, random_tensors(config))
     code = f"""
 import sys
 from jaxkv.loading import demo_model, gguf_config, gguf_source, hub, model_config, safetensors_source
 from jaxkv.loading.resolve import resolve_model
-source = resolve_model({str(demo_source.path)!r})
+source = resolve_model({str(path)!r})
 assert "jax" not in sys.modules and "flax" not in sys.modules
 from jaxkv.loading import convert
 from jaxkv.loading.weights import load_config, load_weights
