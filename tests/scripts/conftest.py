@@ -1,0 +1,56 @@
+"""Runs the programs in a process of their own, with start_engine replaced by one over a scripted engine."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+STUB = f"""
+import pathlib, runpy, sys, types
+tests = pathlib.Path({str(ROOT / "tests")!r})
+fake = runpy.run_path(str(tests / "fake_engine.py"))
+tokenizer = runpy.run_path(str(tests / "small_tokenizers.py"))["byte_level"]()
+
+
+def start_engine(config, *, progress):
+    if config.model == "missing":
+        from jaxkv.core.errors import CheckpointError
+        raise CheckpointError("--model=missing: no such file")
+    progress.update("load", 1, 1)
+    def script(request):
+        if tokenizer.decode(request.prompt_token_ids) == "break": 1 / 0
+        return [*tokenizer.encode("Hello 👋!", add_special_tokens=False), tokenizer.eos_token_id]
+    engine = fake["FakeEngine"](script, eos=(tokenizer.eos_token_id,), step_seconds=0.001)
+    return fake["fake_started"](engine, tokenizer)
+
+
+module = types.ModuleType("jaxkv.startup")
+module.start_engine = start_engine
+sys.modules["jaxkv.startup"] = module
+script, *sys.argv = [sys.argv[1], *sys.argv[1:]]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def program():
+    """program("serve.py", *arguments, **Popen options) -> Popen with text pipes; killed with the test if it still runs."""
+    running = []
+
+    def start(name, *arguments, **options):
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUB, str(ROOT / "scripts" / name), *arguments],
+            stdin=options.pop("stdin", subprocess.DEVNULL), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONIOENCODING": "utf-8"}, **options,
+        )  # fmt: skip
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
