@@ -195,9 +195,7 @@ class AsyncEngine:
             idle = idle and not self._engine.has_work()
         return True
 
-    def _accept(
-        self, requests: Sequence[Request], stream: RequestStream, accepted: concurrent.futures.Future
-    ) -> None:
+    def _accept(self, requests: Sequence[Request], stream: RequestStream, accepted: concurrent.futures.Future) -> None:
         if not accepted.set_running_or_notify_cancel():
             return
         if self.failed is not None:

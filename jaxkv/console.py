@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 class ConsoleProgress:
-    """`jaxkv.core.progress.Progress` as bars; without a terminal, a line at the end of each stage. A context manager."""
+    """`jaxkv.core.progress.Progress` as bars; without a terminal, a line a stage. A context manager."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)

@@ -171,7 +171,10 @@ class LLM:
         return self._generate(encoded, sampling_params, progress)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **template_variables: Any,
     ) -> Iterator[TextDelta]:
         """Pieces of one output as they come. `prompt` is a text, token ids, or a conversation.
 

@@ -33,8 +33,9 @@ def checked_sampling(
     """
     room = _check_prompt(prompt_token_ids, vocab_size, max_model_len, None if clip else params.max_tokens)
     if params.min_tokens > room:
-        raise RequestError(f"min_tokens is {params.min_tokens}, but only {room} tokens fit after the prompt",
-                           param="min_tokens")
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, but only {room} tokens fit after the prompt", param="min_tokens"
+        )
     _in_range("temperature", params.temperature, 0, math.inf)
     _in_range("top_p", params.top_p, 0, 1)
     if params.top_p == 0:
@@ -95,7 +96,8 @@ def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int,
     if max_tokens is not None and max_tokens > room:
         raise RequestError(
             f"{limit}you requested {max_tokens} output tokens and your prompt contains {len(token_ids)} input tokens: "
-            f"{max_tokens + len(token_ids)} in total. Please ask for at most {room} output tokens or shorten the prompt.",
+            f"{max_tokens + len(token_ids)} in total. "
+            f"Please ask for at most {room} output tokens or shorten the prompt.",
             param="max_tokens",
         )
     return room

@@ -117,7 +117,9 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
     return listener
 
 
@@ -132,7 +134,7 @@ def _curl(url: str, name: str) -> str:
     key = " -H 'authorization: Bearer KEY'" if _API_KEY.value else ""
     return (
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
-        f"    -d '{{\"model\": \"{name}\", \"max_tokens\": 64, \"temperature\": 0,"
+        f'    -d \'{{"model": "{name}", "max_tokens": 64, "temperature": 0,'
         ' "messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
     )
 

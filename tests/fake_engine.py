@@ -80,17 +80,23 @@ class FakeEngine:
             logprobs = None
             if count is not None:
                 logprobs = tuple(
-                    TokenLogprobs(t, -0.5, 1, tuple([(t, -0.5), (t + 1, -1.5), (t + 2, float("-inf"))][:count])) for t in new
+                    TokenLogprobs(t, -0.5, 1, tuple([(t, -0.5), (t + 1, -1.5), (t + 2, float("-inf"))][:count]))
+                    for t in new
                 )
             self._live[request_id] = (request, tokens, done)
             if reason is not None:
                 del self._live[request_id]
             outputs.append(
                 RequestOutput(
-                    request_id, tuple(new), reason, stop_id, logprobs,
-                    num_prompt_tokens=len(request.prompt_token_ids), num_cached_tokens=len(request.prompt_token_ids) // 2,
+                    request_id,
+                    tuple(new),
+                    reason,
+                    stop_id,
+                    logprobs,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_cached_tokens=len(request.prompt_token_ids) // 2,
                 )
-            )  # fmt: skip
+            )
         return outputs
 
 

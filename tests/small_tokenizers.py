@@ -1,6 +1,7 @@
 """Small real tokenizers of both families, trained or built on the spot; loaded by path (runpy), not imported."""
 
-from tokenizers import AddedToken, Tokenizer as Fast, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Fast
 
 from jaxkv.tokenization.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, sentencepiece_bpe
 from jaxkv.tokenization.tokenizer import Tokenizer
@@ -40,7 +41,23 @@ def byte_level(chat_template=CHAT_TEMPLATE):
 
 def sentencepiece(add_space_prefix=True, add_bos=True):
     """Every character of the first three texts, some words, and bytes for all the rest."""
-    words = ["he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "▁world", "world", "th", "▁th", "▁the", "▁▁", "▁1"]
+    words = [
+        "he",
+        "ll",
+        "hell",
+        "hello",
+        "▁hello",
+        "▁w",
+        "or",
+        "▁wor",
+        "▁world",
+        "world",
+        "th",
+        "▁th",
+        "▁the",
+        "▁▁",
+        "▁1",
+    ]
     characters = sorted({c for text in TEXTS[:2] for c in text.replace(" ", "▁")} - {"\n", "\t"})
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words, *characters]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(words) + len(characters))]

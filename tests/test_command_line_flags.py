@@ -49,8 +49,13 @@ def test_spellings(values, arguments):
 
 
 @pytest.mark.parametrize(
-    "argument", ["--no-enable-prefix-caching", "--no_enable_prefix_caching", "--noenable_prefix_caching",
-                 "--enable-prefix-caching=false"]
+    "argument",
+    [
+        "--no-enable-prefix-caching",
+        "--no_enable_prefix_caching",
+        "--noenable_prefix_caching",
+        "--enable-prefix-caching=false",
+    ],
 )
 def test_turning_a_boolean_off(values, argument):
     assert parse(values, argument)[0] == EngineConfig(enable_prefix_caching=False)
@@ -65,8 +70,16 @@ def test_aliases_of_dtypes(values):
 
 
 @pytest.mark.parametrize(
-    "text, size", [("500M", 500_000_000), ("2GiB", 2**31), ("1.5g", 1_500_000_000), ("4096", 4096), ("8 KiB", 8192),
-                   ("1TiB", 2**40), ("3B", 3)]
+    "text, size",
+    [
+        ("500M", 500_000_000),
+        ("2GiB", 2**31),
+        ("1.5g", 1_500_000_000),
+        ("4096", 4096),
+        ("8 KiB", 8192),
+        ("1TiB", 2**40),
+        ("3B", 3),
+    ],
 )
 def test_sizes(values, text, size):
     assert parse(values, "--kv-cache-memory-bytes", text)[0].kv_cache_memory_bytes == size

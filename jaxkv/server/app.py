@@ -53,9 +53,7 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
     Args:
       api_key: what clients must send as a bearer token; None lets everyone in.
     """
-    app = FastAPI(
-        title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False
-    )
+    app = FastAPI(title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False)
     errors.install(app)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)

@@ -111,7 +111,9 @@ class CompletionResponses(Responses):
 
     def __init__(self, response_id, model, created, tokenizer, body: CompletionRequest, prompts: Sequence[Prompt]):
         super().__init__(response_id, model, created, tokenizer, body, prompts)
-        self._echoes = [self._echo(prompts[i // body.num_choices]) if body.echo else "" for i in range(len(self.choices))]
+        self._echoes = [
+            self._echo(prompts[i // body.num_choices]) if body.echo else "" for i in range(len(self.choices))
+        ]
         for choice, echo in zip(self.choices, self._echoes, strict=True):
             choice.offset = len(echo)
 

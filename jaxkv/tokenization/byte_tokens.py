@@ -57,8 +57,10 @@ class ByteTokens:
                     "byte-level and sentencepiece tokenizers are"
                 )
         if not names or ("ByteLevel" in names and not self._byte_level):
-            raise CheckpointError(f"{origin}: tokenizer decoder {names} is not supported; expected ByteLevel alone or "
-                                  "a sentencepiece sequence (Replace, ByteFallback, Fuse, Strip)")
+            raise CheckpointError(
+                f"{origin}: tokenizer decoder {names} is not supported; expected ByteLevel alone or "
+                "a sentencepiece sequence (Replace, ByteFallback, Fuse, Strip)"
+            )
 
     def __getitem__(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id that the tokenizer does not know (padding of the vocabulary)."""
@@ -84,6 +86,6 @@ class ByteTokens:
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict]:
     if tokenizer.decoder is None:
         return []
-    # The pickled form is the decoder's JSON alone; Tokenizer.to_str() would write the whole vocabulary (9 MB for Llama 3).
+    # The pickled form is the decoder's JSON alone; Tokenizer.to_str() writes the vocabulary too (9 MB for Llama 3).
     state = json.loads(tokenizer.decoder.__getstate__())
     return state["decoders"] if state["type"] == "Sequence" else [state]

@@ -1,8 +1,8 @@
 """Renders a conversation with the model's own Jinja template, in a sandbox with limits.
 
 The template is data from a checkpoint, so it may neither reach Python nor run for ever; what users write is only ever a
-value in it and is never parsed as a template. The environment offers what transformers offers, so that templates written
-for it render the same.
+value in it and is never parsed as a template. The environment offers what transformers offers, so that templates
+written for it render the same.
 """
 
 import datetime
@@ -154,16 +154,19 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             if not isinstance(messages[-1].get("content"), str):
-                raise RequestError("continue_final_message needs a text to continue in the last message's content",
-                                   param="messages")
+                raise RequestError(
+                    "continue_final_message needs a text to continue in the last message's content", param="messages"
+                )
             messages[-1]["content"] += _CONTINUE_MARK
         text = self._render(messages, add_generation_prompt, variables)
         if not continue_final_message:
             return text
         head, mark, _ = text.rpartition(_CONTINUE_MARK)
         if not mark:
-            raise RequestError("continue_final_message: the chat template drops the end of the last message",
-                               param="continue_final_message")
+            raise RequestError(
+                "continue_final_message: the chat template drops the end of the last message",
+                param="continue_final_message",
+            )
         return head
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
@@ -178,8 +181,16 @@ class ChatTemplate:
                     raise _LimitError(f"a prompt longer than {MAX_CHARACTERS} characters")
                 pieces.append(piece)
         # A template is a program: on an unforeseen conversation it can fail with about any built-in error.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
-                AttributeError, MemoryError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            MemoryError,
+        ) as error:
             raise RequestError(
                 f"the model's chat template cannot render this conversation: {error}", param="messages"
             ) from error

@@ -41,7 +41,9 @@ class OutputText:
         self._skipped = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         self._sampling = sampling
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.token_bytes.strips_leading_space and all(i in self._skipped for i in prompt_token_ids)
+        self._at_start = tokenizer.token_bytes.strips_leading_space and all(
+            i in self._skipped for i in prompt_token_ids
+        )
         self._held = ""
         self._num_tokens = 0
         self._finished = False

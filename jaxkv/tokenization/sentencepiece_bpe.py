@@ -87,8 +87,9 @@ def sentencepiece_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str,
     if model_type != 2 or remove_extra_whitespaces:
         found = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}.get(model_type, model_type)
         raise CheckpointError(
-            f"{path}: a sentencepiece model of type {found} with remove_extra_whitespaces={remove_extra_whitespaces} is "
-            "not supported; expected BPE without it (Llama, Mistral), or a tokenizer.json beside it"
+            f"{path}: a sentencepiece model of type {found} with "
+            f"remove_extra_whitespaces={remove_extra_whitespaces} is not supported; expected BPE without it "
+            "(Llama, Mistral), or a tokenizer.json beside it"
         )
     special = {}
     for i, kind in enumerate(kinds):

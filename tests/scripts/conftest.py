@@ -37,15 +37,19 @@ runpy.run_path(script, run_name="__main__")
 
 @pytest.fixture
 def program():
-    """program("serve.py", *arguments, **Popen options) -> Popen with text pipes; killed with the test if it still runs."""
+    """program("serve.py", *arguments, **Popen options) -> Popen with text pipes; killed if it outlives the test."""
     running = []
 
     def start(name, *arguments, **options):
         process = subprocess.Popen(
             [sys.executable, "-c", STUB, str(ROOT / "scripts" / name), *arguments],
-            stdin=options.pop("stdin", subprocess.DEVNULL), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONIOENCODING": "utf-8"}, **options,
-        )  # fmt: skip
+            stdin=options.pop("stdin", subprocess.DEVNULL),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "PYTHONIOENCODING": "utf-8"},
+            **options,
+        )
         running.append(process)
         return process
 

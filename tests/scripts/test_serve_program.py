@@ -40,7 +40,11 @@ def test_a_port_in_use_is_one_line_and_costs_no_loading(program):
 
 
 def test_a_users_error_is_one_line(program):
-    for arguments, text in ((["missing"], "no such file"), (["--swap-space=4"], "no flag --swap-space"), (["a", "b"], "a, b")):
+    for arguments, text in (
+        (["missing"], "no such file"),
+        (["--swap-space=4"], "no flag --swap-space"),
+        (["a", "b"], "a, b"),
+    ):
         process = program("serve.py", "--port=0", *arguments)
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out) == (2, "")

@@ -31,8 +31,12 @@ class Running:
 
     def __init__(self, tokenizer, api_key=None, text="Hello 👋 wörld!", **engine_options):
         self.tokenizer = tokenizer
-        self.script = lambda request: [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500
-        self.engine = FAKE["FakeEngine"](lambda request: self.script(request), eos=(tokenizer.eos_token_id,), **engine_options)
+        self.script = lambda request: (
+            [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500
+        )
+        self.engine = FAKE["FakeEngine"](
+            lambda request: self.script(request), eos=(tokenizer.eos_token_id,), **engine_options
+        )
         self.async_engine = AsyncEngine(self.engine, tokenizer)
         self.serving = Serving(
             engine=self.async_engine, tokenizer=tokenizer, model_names=("fake", "alias"),

@@ -108,8 +108,11 @@ def test_completion_requests_at_fault(server, body, param, text):
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 9}, "logprobs", "0 to 5"),
         ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "not supported"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-        ({"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
-         "continue_final_message", "both"),
+        (
+            {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "both",
+        ),
     ],
 )
 def test_chat_requests_at_fault(server, body, param, text):
@@ -170,7 +173,10 @@ def test_unknown_fields_are_ignored_and_logged_once(server, caplog):
     for _ in range(3):
         assert server.post("/v1/completions", prompt="x", frobnicate=1, another_one=None).status_code == 200
     lines = [record.getMessage() for record in caplog.records if "unknown request field" in record.getMessage()]
-    assert sorted(lines) == ["ignored the unknown request field 'another_one'", "ignored the unknown request field 'frobnicate'"]
+    assert sorted(lines) == [
+        "ignored the unknown request field 'another_one'",
+        "ignored the unknown request field 'frobnicate'",
+    ]
 
 
 @pytest.mark.parametrize("tokens", [[-1], [10**9], "x", None])
@@ -185,7 +191,12 @@ def test_tokenize_needs_one_input(server):
 
 def test_api_key(serve):
     server = serve(api_key="sekret")
-    for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "sekret"}, {"authorization": "Bearer sekret2"}):
+    for headers in (
+        {},
+        {"authorization": "Bearer no"},
+        {"authorization": "sekret"},
+        {"authorization": "Bearer sekret2"},
+    ):
         error = error_of(server.http.post("/v1/completions", content=b"{", headers=headers), 401)
         assert error["type"] == "AuthenticationError" and "sekret" not in error["message"]
     assert server.http.get("/v1/models").status_code == 401 and server.http.get("/health").status_code == 200

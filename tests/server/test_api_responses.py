@@ -144,14 +144,30 @@ def test_stop_strings_across_tokens_end_the_engines_request(serve, stream):
 
 def test_a_held_beginning_of_a_stop_string_is_not_lost(serve):
     server = serve(text="maybe sto")
-    assert server.post("/v1/completions", prompt="x", max_tokens=99, stop="stop").json()["choices"][0]["text"] == "maybe sto"
+    assert (
+        server.post("/v1/completions", prompt="x", max_tokens=99, stop="stop").json()["choices"][0]["text"]
+        == "maybe sto"
+    )
 
 
 def test_sampling_fields_reach_the_engine(server):
     chat(
-        server, temperature=0.25, top_p=0.5, top_k=3, min_p=0.1, seed=-5, stop=None, stop_token_ids=[7], ignore_eos=True,
-        min_tokens=2, max_tokens=9, include_stop_str_in_output=True, skip_special_tokens=False, priority=-3, cache_salt="s",
-    )  # fmt: skip
+        server,
+        temperature=0.25,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=-5,
+        stop=None,
+        stop_token_ids=[7],
+        ignore_eos=True,
+        min_tokens=2,
+        max_tokens=9,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        priority=-3,
+        cache_salt="s",
+    )
     request = server.engine.added[-1]
     params = request.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.25, 0.5, 3, 0.1)
@@ -162,16 +178,26 @@ def test_sampling_fields_reach_the_engine(server):
 
 def test_null_fields_are_defaults(server):
     fields = (
-        "n stream stream_options max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos min_tokens "
-        "logprobs top_logprobs tools tool_choice response_format logit_bias user frequency_penalty presence_penalty "
+        "n stream stream_options max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos "
+        "min_tokens logprobs top_logprobs tools tool_choice response_format logit_bias user frequency_penalty "
+        "presence_penalty "
         "skip_special_tokens add_generation_prompt continue_final_message cache_salt priority best_of"
     )
     assert chat(server, **dict.fromkeys(fields.split())).json()["choices"][0]["message"]["content"] == TEXT
 
 
 def test_neutral_values_of_unsupported_fields_pass(server):
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "best_of": 1,
-               "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "best_of": 1,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+    }
     assert chat(server, **neutral).status_code == 200
 
 
@@ -217,7 +243,11 @@ def test_echo(server, stream):
 
 def test_content_parts_and_null_content(server):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user", "content": "c"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c"},
+    ]
     assert server.post("/v1/chat/completions", messages=messages, max_tokens=5).status_code == 200
     text = server.tokenizer.decode(server.engine.added[-1].prompt_token_ids, False)
     assert "user\na\nb<|im_end|>" in text and "assistant\n<|im_end|>" in text
@@ -254,9 +284,15 @@ def test_models_version_health(server):
 
 def test_tokenize_and_detokenize(server):
     ids = server.tokenizer.encode("héllo")
-    body = server.post("/tokenize", model="fake", prompt="héllo", add_special_tokens=False, return_token_strs=True).json()
-    assert body == {"count": len(ids), "max_model_len": 256, "tokens": ids,
-                    "token_strs": [server.tokenizer.token_text(i) for i in ids]}
+    body = server.post(
+        "/tokenize", model="fake", prompt="héllo", add_special_tokens=False, return_token_strs=True
+    ).json()
+    assert body == {
+        "count": len(ids),
+        "max_model_len": 256,
+        "tokens": ids,
+        "token_strs": [server.tokenizer.token_text(i) for i in ids],
+    }
     assert server.post("/detokenize", tokens=ids).json() == {"prompt": "héllo"}
     tokens = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()["tokens"]
     assert server.tokenizer.decode(tokens, False) == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"

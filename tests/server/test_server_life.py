@@ -20,7 +20,9 @@ def start_request(server, body, path="/v1/completions"):
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + content)
     return connection
 
@@ -78,7 +80,9 @@ def test_many_streams_at_once_are_never_mixed_up(serve):
         return text
 
     async def all_of_them():
-        async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=httpx.Limits(max_connections=64)) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=30, limits=httpx.Limits(max_connections=64)
+        ) as client:
             return await asyncio.gather(*(one(client, i) for i in range(64)))
 
     for i, text in enumerate(asyncio.run(all_of_them())):

@@ -65,9 +65,7 @@ def test_stop_strings_against_a_search_in_the_whole_text(tokenizer, text, cuts, 
     ids = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(ids)
     found = [(whole.find(stop) + len(stop), whole.find(stop), stop) for stop in stops if stop in whole]
-    got, delta, used, pieces = run(
-        tokenizer, ids, cuts, stop=tuple(stops), include_stop_str_in_output=include
-    )
+    got, delta, used, _ = run(tokenizer, ids, cuts, stop=tuple(stops), include_stop_str_in_output=include)
     if not found:
         assert (got, delta.finish_reason, used) == (whole, FinishReason.LENGTH, len(ids))
         return
@@ -108,16 +106,23 @@ def test_the_stop_token_is_no_text_unless_asked_for(byte_level):
     shown, hidden = byte_level.decode(ids), byte_level.decode(ids[:-1])
     got, delta, used, _ = run(byte_level, ids, finish=FinishReason.STOP, stop_token_id=last, stop_token_ids=(last,))
     assert (got, delta.stop_reason, used) == (hidden, last, len(ids))
-    got, *_ = run(byte_level, ids, finish=FinishReason.STOP, stop_token_id=last, stop_token_ids=(last,),
-                  include_stop_str_in_output=True)
+    got, *_ = run(
+        byte_level,
+        ids,
+        finish=FinishReason.STOP,
+        stop_token_id=last,
+        stop_token_ids=(last,),
+        include_stop_str_in_output=True,
+    )
     assert got == shown
 
 
 def test_end_of_sequence_has_no_stop_reason_and_no_text(byte_level):
     ids = [*byte_level.encode("ab", add_special_tokens=False), byte_level.eos_token_id]
     for skip in (True, False):
-        got, delta, *_ = run(byte_level, ids, finish=FinishReason.STOP, stop_token_id=byte_level.eos_token_id,
-                             skip_special_tokens=skip)
+        got, delta, *_ = run(
+            byte_level, ids, finish=FinishReason.STOP, stop_token_id=byte_level.eos_token_id, skip_special_tokens=skip
+        )
         assert (got, delta.finish_reason, delta.stop_reason) == ("ab", FinishReason.STOP, None)
 
 

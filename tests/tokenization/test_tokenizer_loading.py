@@ -35,7 +35,9 @@ def save_folder(folder, fast, **config):
 def test_folder_with_tokens_as_texts_and_objects(tmp_path, small):
     fast = small["byte_level_fast"]()
     eos = {"content": "<|im_end|>", "special": True, "__type": "AddedToken"}
-    source = save_folder(tmp_path / "m", fast, bos_token="<|endoftext|>", eos_token=eos, chat_template="{{ bos_token }}!")
+    source = save_folder(
+        tmp_path / "m", fast, bos_token="<|endoftext|>", eos_token=eos, chat_template="{{ bos_token }}!"
+    )
     tokenizer = load_tokenizer(source)
     assert tokenizer.eos_token_ids == (fast.token_to_id("<|im_end|>"),)
     assert tokenizer.bos_token_id == 0 and not tokenizer.adds_bos
@@ -44,7 +46,9 @@ def test_folder_with_tokens_as_texts_and_objects(tmp_path, small):
 
 
 def test_template_file_wins_over_config_and_flag_over_both(tmp_path, small):
-    source = save_folder(tmp_path / "m", small["byte_level_fast"](), chat_template=[{"name": "default", "template": "a"}])
+    source = save_folder(
+        tmp_path / "m", small["byte_level_fast"](), chat_template=[{"name": "default", "template": "a"}]
+    )
     assert load_tokenizer(source).chat_template == "a"
     (source.path / "chat_template.jinja").write_text("b")
     assert load_tokenizer(source).chat_template == "b"
