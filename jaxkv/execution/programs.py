@@ -84,7 +84,7 @@ def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int) -> Ll
     """The model with shapes in place of weights."""
 
     def build() -> Llama:
-        return Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), max_model_len=max_model_len)
+        return Llama(config, dtype=jnp.dtype(dtype), max_model_len=max_model_len)
 
     return nnx.eval_shape(build)
 

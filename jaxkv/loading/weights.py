@@ -99,7 +99,7 @@ def load_weights(
     Resident host memory above that before the call stays under the weights in `dtype` (where the device is the host)
     plus the largest tensor plus 10 %. Raises CheckpointError listing missing, extra and misshapen tensors.
     """
-    model = nnx.eval_shape(lambda: Llama(config, dtype=np.dtype(dtype), rngs=nnx.Rngs(0), max_model_len=max_model_len))
+    model = nnx.eval_shape(lambda: Llama(config, dtype=np.dtype(dtype), max_model_len=max_model_len))
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
     parameters = [_Parameter(path, v.get_value().shape, v.get_value().dtype) for path, v in variables.items()]

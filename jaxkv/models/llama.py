@@ -32,7 +32,7 @@ class PagedAttention(Protocol):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) that writes, then attends only through blocks."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         hidden, head_dim = config.hidden_size, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.window = config.window_sizes[layer]
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
         self.post_attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -89,8 +89,10 @@ class Llama(nnx.Module):
     each layer's weights every step on XLA:GPU and runs 6 to 10 times slower on XLA:CPU.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs, max_model_len: int | None = None):
-        """`max_model_len` matters to `dynamic` rope scaling only (see rope.inverse_frequencies)."""
+    def __init__(
+        self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None = None, max_model_len: int | None = None
+    ):
+        """Random weights from `rngs`, or zeros. `max_model_len` matters to `dynamic` rope scaling only (see rope.inverse_frequencies)."""
         self.config = config
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)

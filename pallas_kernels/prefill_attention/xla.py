@@ -25,6 +25,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
 ) -> AttentionOutput:
+    cu_q_lens, context_lens = jnp.asarray(cu_q_lens), jnp.asarray(context_lens)  # traced indices need jax arrays
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1], kv.block_size
     group = num_heads // num_kv_heads
