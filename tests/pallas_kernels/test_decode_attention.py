@@ -1,0 +1,159 @@
+"""decode_attention: the XLA implementation against the reference, the reference against float64, and mutants that fail."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention.cases import DECODE_CASES, DecodeCase, DecodeInputs, decode_inputs
+from pallas_kernels.layer_kv import LayerKV
+from tests.support import attention_oracle
+from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
+
+
+jitted = jax.jit(decode_attention, static_argnames=("scale", "window", "implementation"))
+
+
+def run(case: DecodeCase, inputs: DecodeInputs, implementation: str = "xla", **changed) -> AttentionOutput:
+    """Output as float32 numpy arrays; `changed` replaces kv, block_table or seq_lens."""
+    arrays = {"kv": inputs.rows.kv, "block_table": inputs.rows.block_table, "seq_lens": inputs.seq_lens} | changed
+
+    output = jitted(inputs.q, **arrays, scale=case.scale, window=case.window, implementation=implementation)
+    assert output.out.dtype == case.dtype and output.lse.dtype == np.float32
+    return AttentionOutput(np.asarray(output.out, np.float32), np.asarray(output.lse))
+
+
+def assert_close(case: DecodeCase, actual: AttentionOutput, expected: AttentionOutput) -> None:
+    chex.assert_trees_all_close(actual.out, expected.out, rtol=0, atol=ATTENTION_OUT[case.dtype])
+    assert np.array_equal(np.isinf(actual.lse), np.isinf(expected.lse)), "rows without keys differ"
+    seen = np.isfinite(expected.lse)
+    chex.assert_trees_all_close(actual.lse[seen], expected.lse[seen], rtol=0, atol=ATTENTION_LSE[case.dtype])
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+def test_xla_equals_reference_and_sees_no_poison(case):
+    inputs = decode_inputs(case)
+    actual, expected = run(case, inputs), run(case, inputs, "reference")
+    assert np.isfinite(actual.out).all(), "a poisoned slot was read"
+    assert_close(case, actual, expected)
+    idle = inputs.seq_lens == 0
+    assert idle.sum() == 2 + (case.block_size == 0) and (actual.out[idle] == 0).all()
+    assert (actual.lse[idle] == -np.inf).all() and np.isfinite(actual.lse[~idle]).all()
+
+
+@pytest.mark.parametrize("case", DECODE_CASES[::5], ids=str)
+def test_reference_equals_float64(case):
+    inputs = decode_inputs(case)
+    out, lse = attention_oracle.decode(
+        inputs.q, inputs.rows.k, inputs.rows.v, scale=case.scale, window=case.window
+    )
+    assert_close(case, run(case, inputs, "reference"), AttentionOutput(out.astype(np.float32), lse.astype(np.float32)))
+
+
+MUTANT_CASES = (DecodeCase(), DecodeCase(window=17), DecodeCase(block_size=64, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("case", MUTANT_CASES, ids=str)
+@pytest.mark.parametrize("mutant", ["wrong block", "k for v", "v for k", "one too short", "one too long", "window off by one"])
+def test_mutants_fail(case, mutant):
+    """The tolerance can fail: each wrong computation is far outside of it."""
+    inputs = decode_inputs(case)
+    kv, table, seq_lens = inputs.rows.kv, inputs.rows.block_table.copy(), inputs.seq_lens
+    changed_case = case
+    if mutant == "wrong block":
+        row = int(np.argmax(seq_lens))
+        column = (seq_lens[row] - 1) // case.block_size  # the newest block: every window sees it
+        table[row, column] = table[row, column - 1]
+    elif mutant == "k for v":
+        kv = LayerKV(kv.k, kv.k)
+    elif mutant == "v for k":
+        kv = LayerKV(kv.v, kv.v)
+    elif mutant == "one too short":
+        seq_lens = np.maximum(seq_lens - 1, 0)
+    elif mutant == "one too long":
+        seq_lens = np.where(seq_lens > 0, seq_lens + 1, 0).astype(np.int32)
+    else:
+        changed_case = dataclasses.replace(case, window=16 if case.window else 299)
+    expected = run(case, inputs, "reference")
+    actual = run(changed_case, inputs, kv=kv, block_table=table, seq_lens=seq_lens)
+    with pytest.raises(AssertionError):
+        assert_close(case, actual, expected)
+
+
+@pytest.mark.parametrize("case", [DecodeCase(), DecodeCase(8, 9, 3, 80, "bfloat16", 17)], ids=str)
+def test_a_row_does_not_depend_on_its_company(case):
+    """Bitwise within a compiled shape: among idle rows, in the batch, and with the batch permuted.
+
+    Another number of rows is another executable, which XLA may round differently (1 ulp of lse at S = 1 on CPU).
+    """
+    inputs = decode_inputs(case)
+    together = run(case, inputs)
+    order = np.random.default_rng(1).permutation(len(case.seq_lens))
+    rows = inputs.rows._replace(block_table=inputs.rows.block_table[order])
+    permuted = run(case, DecodeInputs(inputs.q[order], rows, inputs.seq_lens[order]))
+    chex.assert_trees_all_equal(permuted, jax.tree.map(lambda x: x[order], together))
+    for row in (1, 4, 9):
+        alone = np.zeros_like(inputs.seq_lens)
+        alone[row] = inputs.seq_lens[row]
+        output = run(case, inputs, seq_lens=alone)
+        chex.assert_trees_all_equal(jax.tree.map(lambda x: x[row], output), jax.tree.map(lambda x: x[row], together))
+        assert (np.delete(output.out, row, axis=0) == 0).all()
+
+
+def test_the_number_of_rows_changes_rounding_only():
+    case = DecodeCase()
+    inputs = decode_inputs(case)
+    together = run(case, inputs)
+    for row in (1, 9):
+        rows = inputs.rows._replace(block_table=inputs.rows.block_table[[row]])
+        alone = run(case, DecodeInputs(inputs.q[[row]], rows, inputs.seq_lens[[row]]))
+        chex.assert_trees_all_close(alone, jax.tree.map(lambda x: x[[row]], together), rtol=0, atol=1e-6)
+
+
+class DecodeVariants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_jit_changes_nothing(self):
+        case = DecodeCase(window=64)
+        inputs = decode_inputs(case)
+
+        def attend(q, kv, block_table, seq_lens):
+            return decode_attention(q, kv, block_table, seq_lens, scale=case.scale, window=case.window)
+
+        output = self.variant(attend)(inputs.q, inputs.rows.kv, inputs.rows.block_table, inputs.seq_lens)
+        actual = AttentionOutput(np.asarray(output.out), np.asarray(output.lse))
+        assert_close(case, actual, run(case, inputs, "reference"))
+
+
+def test_a_longer_table_costs_no_work_and_changes_nothing():
+    """Columns beyond the longest row are never visited: same bits, and the temporaries hold no KV of theirs."""
+    case = DecodeCase()
+    inputs = decode_inputs(case)
+    wide = np.pad(inputs.rows.block_table, ((0, 0), (0, 512 - inputs.rows.block_table.shape[1])))
+    chex.assert_trees_all_equal(run(case, inputs, block_table=wide), run(case, inputs))
+
+    def temporaries(table: np.ndarray) -> int:
+        def attend(q, kv, block_table, seq_lens):
+            return decode_attention(q, kv, block_table, seq_lens, scale=case.scale)
+
+        lowered = jax.jit(attend).lower(inputs.q, inputs.rows.kv, table, inputs.seq_lens)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    # The only thing that may grow is the padded copy of the table itself.
+    assert temporaries(wide) - temporaries(inputs.rows.block_table) <= 2 * wide.nbytes
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_shapes_that_do_not_fit_are_refused(implementation):
+    case = DecodeCase()
+    q, rows, seq_lens = decode_inputs(case)
+    options = {"scale": case.scale, "implementation": implementation}
+    with pytest.raises(ValueError, match="H a multiple of K"):
+        decode_attention(q[:, :7], rows.kv, rows.block_table, seq_lens, **options)
+    with pytest.raises(ValueError, match="equal D"):
+        decode_attention(q[..., :32], rows.kv, rows.block_table, seq_lens, **options)
+    with pytest.raises(ValueError, match="to have the rows of q.shape="):
+        decode_attention(q, rows.kv, rows.block_table[1:], seq_lens, **options)

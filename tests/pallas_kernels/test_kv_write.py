@@ -1,0 +1,66 @@
+"""kv_write against a numpy loop."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.kv_write.cases import KV_WRITE_CASES, KVWriteCase, kv_write_inputs
+
+
+def expected_pool(pool: jax.Array, tokens: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    out = np.array(pool)
+    block_size = out.shape[2]
+    for token, slot in zip(tokens, slots, strict=True):
+        out[slot // block_size, :, slot % block_size] = token.astype(out.dtype)
+    return out
+
+
+class KVWriteTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    @parameterized.parameters(*[(case,) for case in KV_WRITE_CASES])
+    def test_writes_named_slots_and_nothing_else(self, case: KVWriteCase):
+        inputs = kv_write_inputs(case)
+        kv = self.variant(kv_write)(inputs.kv, inputs.k, inputs.v, inputs.slots)
+        assert kv.k.dtype == kv.v.dtype == jnp.dtype(case.kv_dtype)
+        for stored, pool, tokens in ((kv.k, inputs.kv.k, inputs.k), (kv.v, inputs.kv.v, inputs.v)):
+            expected = expected_pool(pool, tokens, inputs.slots)
+            # Padding may overwrite the null block in any order; every other block is exact.
+            chex.assert_trees_all_equal(np.asarray(stored)[1:], expected[1:])
+            changed = (np.asarray(stored) != np.asarray(pool)).any(axis=(1, 3)).reshape(-1)
+            own = inputs.slots[~inputs.is_padding]
+            assert set(np.flatnonzero(changed)) - set(range(case.block_size)) == set(own)
+
+    def test_keys_and_values_are_not_swapped(self):
+        inputs = kv_write_inputs(KVWriteCase(num_padding=0))
+        kv = kv_write(inputs.kv, inputs.k, inputs.v, inputs.slots)
+        slot = int(inputs.slots[0])
+        assert np.array_equal(kv.k[slot // 16, :, slot % 16], inputs.k[0])
+        assert np.array_equal(kv.v[slot // 16, :, slot % 16], inputs.v[0])
+        assert not np.array_equal(inputs.k[0], inputs.v[0])
+
+
+def test_writes_in_place_when_donated():
+    inputs = kv_write_inputs(KVWriteCase())
+    compiled = jax.jit(kv_write, donate_argnums=0).lower(inputs.kv, inputs.k, inputs.v, inputs.slots).compile()
+    memory = compiled.memory_analysis()
+    pool_bytes = inputs.kv.k.nbytes + inputs.kv.v.nbytes
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.parametrize("bad", ["tokens", "heads", "values"])
+def test_shapes_that_do_not_fit_are_refused(bad):
+    inputs = kv_write_inputs(KVWriteCase())
+    k, v = inputs.k, inputs.v
+    if bad == "tokens":
+        k = k[:-1]
+    elif bad == "heads":
+        k = np.concatenate([k, k], axis=1)
+    else:
+        v = v[..., :32]
+    with pytest.raises(ValueError, match=r"Expected k.shape=.* to equal expected=\(75, 2, 64\)"):
+        kv_write(inputs.kv, k, v, inputs.slots)

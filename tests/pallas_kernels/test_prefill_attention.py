@@ -1,0 +1,158 @@
+"""prefill_attention: the XLA implementation against the reference, the reference against float64, and mutants that fail."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention.cases import (
+    PREFILL_CASES,
+    PrefillCase,
+    PrefillInputs,
+    edge_chunks,
+    prefill_inputs,
+)
+from tests.support import attention_oracle
+from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
+
+
+jitted = jax.jit(prefill_attention, static_argnames=("scale", "window", "implementation"))
+
+
+def run(case: PrefillCase, inputs: PrefillInputs, implementation: str = "xla", **changed) -> AttentionOutput:
+    """Output as float32 numpy arrays; `changed` replaces kv, block_table, cu_q_lens or context_lens."""
+    arrays = {
+        "kv": inputs.rows.kv,
+        "block_table": inputs.rows.block_table,
+        "cu_q_lens": inputs.cu_q_lens,
+        "context_lens": inputs.context_lens,
+    } | changed
+
+    output = jitted(inputs.q, **arrays, scale=case.scale, window=case.window, implementation=implementation)
+    assert output.out.dtype == case.dtype and output.lse.dtype == np.float32
+    return AttentionOutput(np.asarray(output.out, np.float32), np.asarray(output.lse))
+
+
+def assert_close(case: PrefillCase, actual: AttentionOutput, expected: AttentionOutput) -> None:
+    chex.assert_trees_all_close(actual.out, expected.out, rtol=0, atol=ATTENTION_OUT[case.dtype])
+    assert np.array_equal(np.isinf(actual.lse), np.isinf(expected.lse)), "tokens without keys differ"
+    seen = np.isfinite(expected.lse)
+    chex.assert_trees_all_close(actual.lse[seen], expected.lse[seen], rtol=0, atol=ATTENTION_LSE[case.dtype])
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_xla_equals_reference_and_sees_no_poison(case):
+    inputs = prefill_inputs(case)
+    actual, expected = run(case, inputs), run(case, inputs, "reference")
+    assert np.isfinite(actual.out).all(), "a poisoned slot was read"
+    assert_close(case, actual, expected)
+    end = inputs.cu_q_lens[-1]
+    assert len(actual.out) == end + case.num_padding > end
+    assert (actual.out[end:] == 0).all() and (actual.lse[end:] == -np.inf).all()
+    assert np.isfinite(actual.lse[:end]).all() and (np.abs(actual.out[:end]).max(axis=(1, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES[::4], ids=str)
+def test_reference_equals_float64(case):
+    inputs = prefill_inputs(case)
+    out, lse = attention_oracle.prefill(
+        inputs.q,
+        inputs.rows.k,
+        inputs.rows.v,
+        inputs.cu_q_lens,
+        inputs.context_lens,
+        scale=case.scale,
+        window=case.window,
+    )
+    assert_close(case, run(case, inputs, "reference"), AttentionOutput(out.astype(np.float32), lse.astype(np.float32)))
+
+
+MUTANT_CASES = (PrefillCase(edge_chunks(16)), PrefillCase(edge_chunks(32), 32, dtype="bfloat16", window=17))
+
+
+@pytest.mark.parametrize("case", MUTANT_CASES, ids=str)
+@pytest.mark.parametrize("mutant", ["wrong block", "k for v", "v for k", "context off by one", "window off by one"])
+def test_mutants_fail(case, mutant):
+    """The tolerance can fail: each wrong computation is far outside of it."""
+    inputs = prefill_inputs(case)
+    kv, table, context_lens = inputs.rows.kv, inputs.rows.block_table.copy(), inputs.context_lens
+    changed_case = case
+    if mutant == "wrong block":
+        table[8, 160 // case.block_size] = table[8, 0]
+    elif mutant == "k for v":
+        kv = LayerKV(kv.k, kv.k)
+    elif mutant == "v for k":
+        kv = LayerKV(kv.v, kv.v)
+    elif mutant == "context off by one":
+        context_lens = np.maximum(context_lens - 1, 0)
+    else:
+        changed_case = dataclasses.replace(case, window=16 if case.window else 168)
+    expected = run(case, inputs, "reference")
+    with pytest.raises(AssertionError):
+        assert_close(case, run(changed_case, inputs, kv=kv, block_table=table, context_lens=context_lens), expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PrefillCase(((0, 200), (40, 150)), dtype="float32"),
+        PrefillCase(((0, 200), (40, 150)), 8, 9, 3, 80, "bfloat16", 64),
+    ],
+    ids=str,
+)
+def test_chunks_do_not_change_a_bit(case):
+    """One call with whole chunks, and calls with pieces of them in any company, give each token the same bits."""
+    inputs = prefill_inputs(case)
+    whole = run(case, inputs)
+    for cut in (1, 63, 64, 65, 149):
+        for piece in (slice(0, cut), slice(cut, None)):
+            ranges = [range(*inputs.cu_q_lens[i : i + 2])[piece] for i in (1, 0)]  # in the other order
+            tokens = np.concatenate([np.asarray(r, np.int64) for r in ranges])
+            padding = np.zeros((len(inputs.q) - len(tokens),), np.int64)
+            first = piece.start or 0
+            part = PrefillInputs(
+                inputs.q[np.concatenate([tokens, padding])],
+                inputs.rows._replace(block_table=inputs.rows.block_table[[1, 0]]),
+                np.cumsum([0, *map(len, ranges)]).astype(np.int32),
+                inputs.context_lens[[1, 0]] + first,
+            )
+            actual = run(case, part)
+            chex.assert_trees_all_equal(
+                jax.tree.map(lambda x: x[: len(tokens)], actual), jax.tree.map(lambda x: x[tokens], whole)
+            )
+
+
+class PrefillVariants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_jit_changes_nothing(self):
+        case = PrefillCase(((0, 40), (30, 70)), window=64)
+        inputs = prefill_inputs(case)
+
+        def attend(q, kv, block_table, cu_q_lens, context_lens):
+            options = {"scale": case.scale, "window": case.window}
+            return prefill_attention(q, kv, block_table, cu_q_lens, context_lens, **options)
+
+        rows = inputs.rows
+        output = self.variant(attend)(inputs.q, rows.kv, rows.block_table, inputs.cu_q_lens, inputs.context_lens)
+        actual = AttentionOutput(np.asarray(output.out), np.asarray(output.lse))
+        assert_close(case, actual, run(case, inputs, "reference"))
+
+
+def test_no_sequence_at_all_gives_zeros():
+    case = PrefillCase(((0, 0), (0, 0)), num_padding=7)
+    output = run(case, prefill_inputs(case))
+    assert output.out.shape == (7, 8, 64) and (output.out == 0).all() and (output.lse == -np.inf).all()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    case = PrefillCase(((0, 5),))
+    q, rows, cu_q_lens, context_lens = prefill_inputs(case)
+    with pytest.raises(ValueError, match="H a multiple of K"):
+        prefill_attention(q[:, :7], rows.kv, rows.block_table, cu_q_lens, context_lens, scale=1.0)
+    with pytest.raises(ValueError, match="to fit context_lens.shape="):
+        prefill_attention(q, rows.kv, rows.block_table, cu_q_lens[1:], context_lens, scale=1.0)

@@ -1,0 +1,114 @@
+"""The real executor on tiny models: compiled once for a test run, then used under many limits."""
+
+import dataclasses
+import functools
+
+import jax
+from flax import nnx
+
+from jaxkv.control.engine import Engine
+from jaxkv.control.executor import ExecutorLimits, StepHandle
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.clock import MonotonicClock
+from jaxkv.core.model_config import ModelConfig
+from jaxkv.core.plan import StepPlan
+from jaxkv.core.progress import SilentProgress
+from jaxkv.core.request import Request, RequestOutput
+from jaxkv.execution.jax_executor import JaxExecutor
+from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
+from tests.support.tiny_models import model_of, parse, random_tensors, tiny_config
+
+LIMITS = ExecutorLimits(
+    num_blocks=97,
+    block_size=16,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_prefill_seqs=4,
+    max_model_len=256,
+    max_decode_steps=8,
+)
+NUM_TOP = 5
+
+
+def tiny_llama() -> ModelConfig:
+    return parse(tiny_config())
+
+
+def make_programs(config: ModelConfig, **changed) -> Programs:
+    """Not compiled yet. One prefill bucket, and decode buckets for one row and for all."""
+    limits = dataclasses.replace(LIMITS, **changed)
+    shapes = ProgramShapes(
+        model=config,
+        dtype="float32",
+        kv_dtype="float32",
+        limits=limits,
+        prefill_buckets=(limits.max_num_batched_tokens,),
+        decode_buckets=(1, limits.max_num_seqs),
+        num_top=NUM_TOP,
+        implementation="xla",
+    )
+    return Programs(abstract_model(config, dtype="float32", max_model_len=limits.max_model_len), shapes)
+
+
+@functools.lru_cache
+def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size) -> Programs:
+    programs = make_programs(config, block_size=block_size)
+    programs.compile(SilentProgress())
+    return programs
+
+
+@functools.lru_cache
+def weights(config: ModelConfig) -> tuple[jax.Array, ...]:
+    return tuple(jax.tree.leaves(nnx.state(model_of(config, random_tensors(config)))))
+
+
+class LimitedExecutor:
+    """The executor as if built with tighter limits, so that many limits share one set of executables."""
+
+    def __init__(self, executor: JaxExecutor, limits: ExecutorLimits):
+        self.limits = limits
+        self._executor = executor
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        return self._executor.submit(plan)
+
+
+def make_engine(
+    config: ModelConfig,
+    *,
+    block_size: int = LIMITS.block_size,
+    chunk: int = LIMITS.max_num_batched_tokens,
+    num_blocks: int = LIMITS.num_blocks,
+    max_in_flight: int = 2,
+    scheduler: SchedulerConfig = SchedulerConfig(),
+) -> Engine:
+    clock = MonotonicClock()
+    executor = JaxExecutor(compiled_programs(config, block_size), weights(config), clock)
+    limits = dataclasses.replace(executor.limits, max_num_batched_tokens=chunk, num_blocks=num_blocks)
+    return Engine(LimitedExecutor(executor, limits), scheduler, clock=clock, max_in_flight=max_in_flight)
+
+
+def run_requests(engine: Engine, requests: list[Request], *, stagger: int = 0) -> dict[str, list[RequestOutput]]:
+    """All news of each request. One request is added every `stagger` steps; all at once for 0.
+
+    Checks the scheduler's invariants after every step.
+    """
+    news: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    waiting = list(requests)
+    steps = 0
+    while waiting or engine.has_work():
+        while waiting and (stagger == 0 or steps % stagger == 0 or not engine.has_work()):
+            engine.add(waiting.pop(0))
+            if stagger:
+                break
+        for output in engine.step():
+            news[output.request_id].append(output)
+        engine.scheduler.check()
+        steps += 1
+        assert steps < 20_000, "the engine makes no progress"
+    assert engine.failed is None, engine.failed
+    return news
+
+
+def tokens_of(news: list[RequestOutput]) -> tuple[int, ...]:
+    return tuple(token for output in news for token in output.token_ids)
