@@ -22,7 +22,7 @@ from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
-from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, powers_of_two
+from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, geometric_buckets
 from jaxkv.loading.resolve import ModelSource, resolve_model
 from jaxkv.loading.weights import load_config, load_weights
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +30,7 @@ from pallas_kernels import dispatch
 
 log = logging.getLogger(__name__)
 
-MAX_DECODE_STEPS = 16
+MAX_DECODE_STEPS = 8
 # Fewer rows share nothing on XLA:CPU: its f32 matmul rows are bitwise equal among 64 rows and more, not below, and a
 # prompt's KV must not depend on how it was cut into chunks.
 _MIN_PREFILL_TOKENS = 64
@@ -178,7 +178,7 @@ def _plan_and_compile(
     config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
 ) -> tuple[Programs, MemoryPlan]:
     """Blocks and executables. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
-    available = available_memory(config)
+    available = available_memory()
     needs = MemoryNeeds(
         weights=model.num_parameters() * jnp.dtype(config.dtype).itemsize,
         kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
@@ -199,11 +199,8 @@ def _plan_and_compile(
 
     memory = plan(needs)
     programs = _programs(config, model, memory)
-    largest = [("prefill", programs.shapes.prefill_buckets[-1]), ("decode", programs.shapes.decode_buckets[-1])]
-    for done, (kind, bucket) in enumerate(largest, start=1):
-        needs = dataclasses.replace(needs, temporaries=max(needs.temporaries, programs.temporaries(kind, bucket)))
-        progress.update("measure temporaries", done, len(largest))
-    with_temporaries = plan(needs)
+    programs.build(programs.largest(), progress, "measure temporaries")
+    with_temporaries = plan(dataclasses.replace(needs, temporaries=programs.temporaries()))
     # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
     if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
         programs = _programs(config, model, with_temporaries)
@@ -227,8 +224,8 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         dtype=config.dtype,
         kv_dtype=config.kv_cache_dtype,
         limits=limits,
-        prefill_buckets=powers_of_two(_MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS)),
-        decode_buckets=powers_of_two(1, config.max_num_seqs),
+        prefill_buckets=geometric_buckets(_MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2),
+        decode_buckets=geometric_buckets(1, config.max_num_seqs, 4),
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
     )

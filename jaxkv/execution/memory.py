@@ -75,7 +75,7 @@ class MemoryPlan:
         ]
 
 
-def available_memory(config: EngineConfig) -> int:
+def available_memory() -> int:
     """Bytes the engine may use: on GPU its share of the device less what others hold, on CPU what the system has free."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
@@ -111,7 +111,7 @@ def plan_memory(
     else:
         budget = config.kv_cache_memory_bytes
         if budget is None:
-            budget = left if platform == "gpu" else min(_CPU_DEFAULT_POOL, psutil.virtual_memory().available // 4, left)
+            budget = left if platform == "gpu" else min(_CPU_DEFAULT_POOL, available // 4, left)
         # The null block is paid for out of the same budget.
         num_blocks = max(budget // block_bytes - 1, 0)
     max_model_len = config.max_model_len or min(model_limit, num_blocks * block_size)

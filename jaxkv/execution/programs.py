@@ -7,7 +7,7 @@ are known before anything is allocated, and steady state cannot compile: a shape
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from pallas_kernels.block_copy import block_copy
 
 # Rows of the one compiled block-copy call; more copies take more calls.
 MAX_COPIES = 16
+
+Work = tuple[str, int | None]
+"""A step function ("update", "copy", "prefill", "decode") and its bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +70,11 @@ class ProgramShapes:
         )
 
 
-def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """Buckets smallest, 2*smallest, ... up to and including `largest`."""
+def geometric_buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """Buckets smallest, factor*smallest, ... up to and including `largest`."""
     buckets = [smallest]
     while buckets[-1] < largest:
-        buckets.append(min(buckets[-1] * 2, largest))
+        buckets.append(min(buckets[-1] * factor, largest))
     return tuple(buckets)
 
 
@@ -152,23 +155,32 @@ class Programs:
         function, donated = self._functions[kind]
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
-    def temporaries(self, kind: str, bucket: int) -> int:
-        """Bytes of temporaries of one step function, from the compiler's own memory analysis."""
-        return self._executable(kind, bucket).memory_analysis().temp_size_in_bytes
-
-    def compile(self, progress: Progress) -> None:
-        """Build every executable, largest first, and use them from now on."""
-        buckets = [("prefill", b) for b in self.shapes.prefill_buckets]
-        buckets += [("decode", b) for b in self.shapes.decode_buckets]
-        work = [("update", None), ("copy", None), *sorted(buckets, key=lambda item: -item[1])]
+    def build(self, work: Sequence[Work], progress: Progress, stage: str) -> None:
+        """Compile the step functions of `work` that are not built yet."""
         # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
         with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             for done, _ in enumerate(pool.map(lambda item: self._executable(*item), work), start=1):
-                progress.update("compile", done, len(work))
+                progress.update(stage, done, len(work))
+
+    def temporaries(self) -> int:
+        """Bytes of the biggest temporary of what is built, from the compiler's own memory analysis."""
+        analyses = [executable.memory_analysis() for executable in self._executables.values()]
+        return max(analysis.temp_size_in_bytes for analysis in analyses)
+
+    def largest(self) -> list[Work]:
+        """The step functions with the biggest temporaries."""
+        return [("prefill", self.shapes.prefill_buckets[-1]), ("decode", self.shapes.decode_buckets[-1])]
+
+    def compile(self, progress: Progress) -> None:
+        """Build every executable, largest first, and use them from now on."""
+        shapes = self.shapes
+        buckets = [("prefill", b) for b in shapes.prefill_buckets] + [("decode", b) for b in shapes.decode_buckets]
+        buckets.sort(key=lambda item: -item[1])
+        self.build([*buckets, ("update", None), ("copy", None)], progress, "compile")
         self.apply_updates = self._executable("update", None)
         self.copy_blocks = self._executable("copy", None)
-        self.prefill = {b: self._executable("prefill", b) for b in self.shapes.prefill_buckets}
-        self.decode = {b: self._executable("decode", b) for b in self.shapes.decode_buckets}
+        self.prefill = {b: self._executable("prefill", b) for b in shapes.prefill_buckets}
+        self.decode = {b: self._executable("decode", b) for b in shapes.decode_buckets}
 
     def _executable(self, kind: str, bucket: int | None) -> jax.stages.Compiled:
         if (kind, bucket) not in self._executables:

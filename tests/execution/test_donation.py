@@ -1,0 +1,51 @@
+"""The compiler's own memory analysis: the cache is updated in place, and nobody pays for a padded table."""
+
+import functools
+
+import pytest
+
+from tests.support.tiny_programs import make_programs, tiny_llama
+
+# Pool of 2,049 blocks of 16 tokens: 32 MiB of KV, far above everything else in a tiny model.
+SMALL = {"num_blocks": 2049, "max_model_len": 512}
+
+
+@functools.lru_cache
+def analysis(kind: str, bucket: int | None, num_blocks: int, max_model_len: int):
+    programs = make_programs(tiny_llama(), num_blocks=num_blocks, max_model_len=max_model_len)
+    cache = programs.abstract_cache()
+    cache_bytes = sum(2 * layer.k.size * layer.k.dtype.itemsize for layer in cache.layers)
+    return programs.lower(kind, bucket).compile().memory_analysis(), cache_bytes
+
+
+@pytest.mark.parametrize("kind, bucket", [("prefill", 64), ("decode", 4), ("copy", None)])
+def test_cache_is_updated_in_place(kind, bucket):
+    memory, cache_bytes = analysis(kind, bucket, **SMALL)
+    assert cache_bytes == 2049 * 16 * 2 * 2 * 2 * 32 * 4  # blocks, tokens, k and v, layers, heads, head_dim, f32
+    assert memory.alias_size_in_bytes >= cache_bytes
+    # One block copy holds 16 blocks of one layer; nothing comes near the pool.
+    assert memory.temp_size_in_bytes < cache_bytes / 16
+
+
+def test_decode_state_is_updated_in_place():
+    memory, _ = analysis("update", None, **SMALL)
+    table_bytes = 5 * (512 // 16) * 4
+    assert memory.alias_size_in_bytes > table_bytes and memory.temp_size_in_bytes < 64 * 1024
+
+
+@pytest.mark.parametrize("kind, bucket", [("prefill", 64), ("decode", 4)])
+def test_temporaries_do_not_grow_with_the_pool(kind, bucket):
+    small, _ = analysis(kind, bucket, **SMALL)
+    doubled, _ = analysis(kind, bucket, num_blocks=2 * 2049, max_model_len=512)
+    assert doubled.temp_size_in_bytes == small.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("kind, bucket", [("prefill", 64), ("decode", 4)])
+def test_temporaries_do_not_grow_with_max_model_len(kind, bucket):
+    """Beyond copies of the block tables themselves: 4 bytes for each of rows x blocks, against 8 KiB of KV a block."""
+    small, _ = analysis(kind, bucket, **SMALL)
+    long, _ = analysis(kind, bucket, num_blocks=2049, max_model_len=8192)
+    table_growth = 4 * (8192 - 512) // 16 * 4
+    assert long.temp_size_in_bytes - small.temp_size_in_bytes <= 4 * table_growth
+    kv_growth = 4 * (8192 - 512) * 2 * 2 * 32 * 4  # one layer's KV of all rows
+    assert 4 * table_growth < kv_growth / 100
