@@ -114,20 +114,26 @@ def plan_memory(
             budget = left if platform == "gpu" else min(_CPU_DEFAULT_POOL, available // 4, left)
         # The null block is paid for out of the same budget.
         num_blocks = max(budget // block_bytes - 1, 0)
-    max_model_len = config.max_model_len or min(model_limit, num_blocks * block_size)
+    max_model_len = config.max_model_len or min(model_limit, max(num_blocks, 1) * block_size)
     wanted_blocks = -(-max_model_len // block_size)
 
     if (num_blocks + 1) * block_bytes > left:
         raise ConfigError(_does_not_fit(config, needs, available, num_blocks, block_size, block_bytes, platform))
-    if num_blocks < 1 or num_blocks < wanted_blocks:
+    if num_blocks < wanted_blocks:
         setting = "gpu_memory_utilization or kv_cache_memory_bytes" if platform == "gpu" else "kv_cache_memory_bytes"
+        lower = f"lower max_model_len to at most {num_blocks * block_size:,}, or " if num_blocks else ""
         raise ConfigError(
             f"max_model_len is {max_model_len:,} tokens, but the KV cache holds {num_blocks * block_size:,} "
-            f"({num_blocks:,} blocks of {block_size} tokens, {human_bytes(num_blocks * block_bytes)}): lower "
-            f"max_model_len to at most {num_blocks * block_size:,}, or raise {setting} so that the KV cache gets at "
-            f"least {human_bytes((wanted_blocks + 1) * block_bytes)} (num_gpu_blocks_override: {wanted_blocks:,})"
+            f"({num_blocks:,} blocks of {block_size} tokens, {human_bytes(num_blocks * block_bytes)}): {lower}raise "
+            f"{setting} so that the KV cache gets at least {_exact((wanted_blocks + 1) * block_bytes)} "
+            f"(num_gpu_blocks_override: {wanted_blocks:,})"
         )
     return MemoryPlan(needs, available, num_blocks, block_size, max_model_len)
+
+
+def _exact(num_bytes: int) -> str:
+    """For a value to paste: the rounded one might not fit."""
+    return f"{num_bytes} bytes ({human_bytes(num_bytes)})"
 
 
 def _does_not_fit(
@@ -148,7 +154,7 @@ def _does_not_fit(
     )
     if most_blocks >= 1:
         pool = "num_gpu_blocks_override" if config.num_gpu_blocks_override is not None else "kv_cache_memory_bytes"
-        most = most_blocks if config.num_gpu_blocks_override is not None else human_bytes((most_blocks + 1) * block_bytes)
+        most = most_blocks if config.num_gpu_blocks_override is not None else _exact((most_blocks + 1) * block_bytes)
         return f"{what}: lower {pool} to at most {most} (max_model_len at most {most_blocks * block_size:,})"
     # Even one block is too much: only fewer temporaries or a smaller model help.
     for_rows = available - needs.weights - 2 * block_bytes
