@@ -21,6 +21,7 @@ LIMITS = ExecutorLimits(
     max_prefill_seqs=4,
     max_model_len=64,
     max_decode_steps=4,
+    max_stop_ids=2000,
 )
 
 

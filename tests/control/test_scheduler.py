@@ -481,3 +481,12 @@ def test_cost_of_a_step_does_not_depend_on_the_size_of_the_pool():
     (small_calls, small), (large_calls, large) = measure(5_000), measure(100_000)
     assert small_calls == large_calls and small_calls["call"] > 256
     assert large < 5 * small  # 20 times the blocks; what hides in one C call would show here
+
+
+def test_more_stop_ids_than_the_device_holds_are_refused():
+    limits = dataclasses.replace(LIMITS, max_stop_ids=3)
+    scheduler = Scheduler(limits, SchedulerConfig(eos_token_ids=(1, 2)))
+    scheduler.add(Request("fits", (5,), SamplingParams(stop_token_ids=(2, 3))))  # 2 is one of the model's own
+    with pytest.raises(RequestError, match="4 ids would end the request.*at most 3"):
+        scheduler.add(Request("does not", (5,), SamplingParams(stop_token_ids=(3, 4))))
+    scheduler.add(Request("ignores", (5,), SamplingParams(stop_token_ids=(3, 4), ignore_eos=True)))
