@@ -184,24 +184,6 @@ def test_llama3_scaling_is_derived_from_its_divisors(write_gguf, random_tensors)
         parsed(path)
 
 
-def test_llama3_divisors_equal_transformers():
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = RopeConfig(500_000.0, "llama3", 8.0, 8192, 1.0, 4.0)
-    scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
-    }  # fmt: skip
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
-        LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=131072),
-        torch.device("cpu"),
-    )
-    plain = 500_000.0 ** -(np.arange(0, 128, 2) / 128)
-    np.testing.assert_allclose(plain / theirs.numpy(), llama3_divisors(rope, 128), rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

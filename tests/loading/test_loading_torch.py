@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxkv.core.model_config import RopeConfig
+from jaxkv.loading.gguf_config import llama3_divisors
 from jaxkv.loading.gguf_source import GGUFSource
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import load_config, load_weights
 
-torch = pytest.importorskip("torch", reason="the oracle needs torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="the oracle is transformers' torch model")
+import transformers.modeling_rope_utils  # noqa: E402
 
 SIZES = {
     "vocab_size": 96,
@@ -124,3 +126,17 @@ def test_the_written_config_is_transformers_5s_spelling(tmp_path):
     ).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert "rope_theta" not in written and written["rope_parameters"]["rope_theta"] == 5e5
+
+
+def test_llama3_divisors_equal_transformers():
+    rope = RopeConfig(500_000.0, "llama3", 8.0, 8192, 1.0, 4.0)
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
+    }  # fmt: skip
+    theirs, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
+        transformers.LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=131072),
+        torch.device("cpu"),
+    )
+    plain = 500_000.0 ** -(np.arange(0, 128, 2) / 128)
+    np.testing.assert_allclose(plain / theirs.numpy(), llama3_divisors(rope, 128), rtol=1e-5)
