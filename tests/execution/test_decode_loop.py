@@ -41,7 +41,7 @@ class Device:
     def __init__(self) -> None:
         self.programs = compiled_programs(CONFIG)
         self.cache = empty_cache(CONFIG, num_blocks=LIMITS.num_blocks, block_size=16, dtype="float32")
-        self.state = empty_state(LIMITS.max_num_seqs, self.programs.shapes.max_blocks_per_row)
+        self.state = empty_state(LIMITS.max_num_seqs, self.programs.shapes.max_blocks_per_row, LIMITS.max_stop_ids)
 
     @staticmethod
     def blocks(row: int) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ import pytest
 from jaxkv.core.plan import Admission, BlockCopy, PrefillChunk, RowUpdate
 from jaxkv.core.request import SamplingParams
 from jaxkv.execution.batch import pack_prefill
-from jaxkv.execution.decode_state import MAX_STOP_IDS, apply_updates, empty_state, pack_updates
-from jaxkv.execution.programs import MAX_COPIES, bucket_for, powers_of_two
+from jaxkv.execution.decode_state import apply_updates, empty_state, pack_updates
+from jaxkv.execution.programs import MAX_COPIES, bucket_for, geometric_buckets
 from tests.support.tiny_programs import make_programs, tiny_llama
 
 
@@ -36,14 +36,14 @@ def admission(**fields) -> Admission:
 
 
 def test_updates_reach_the_state():
-    state = empty_state(max_num_seqs=4, max_blocks_per_row=8)
+    state = empty_state(max_num_seqs=4, max_blocks_per_row=8, max_stop_ids=3)
     updates = (RowUpdate(1, 0, (7, 8, 9), admission()), RowUpdate(3, 2, (5,)))
-    (batch,) = pack_updates(updates, dead_row=4, max_entries=16, max_admissions=2)
+    (batch,) = pack_updates(updates, dead_row=4, max_entries=16, max_admissions=2, max_stop_ids=3)
     state = apply_updates(state, batch)
     assert state.block_table[1].tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
     assert state.block_table[3].tolist() == [0, 0, 5, 0, 0, 0, 0, 0]
     assert state.budget.tolist() == [0, 9, 0, 0, 0] and state.min_left.tolist() == [0, 2, 0, 0, 0]
-    assert state.stop_ids[1].tolist() == [5, 6] + [-1] * (MAX_STOP_IDS - 2)
+    assert state.stop_ids[1].tolist() == [5, 6, -1]
     assert (np.asarray(state.stop_ids)[[0, 2, 3, 4]] == -1).all()
     sampling = state.sampling
     assert sampling.temperature.tolist() == [0, 0.5, 0, 0, 0] and sampling.top_k.tolist() == [0] * 5
@@ -54,9 +54,9 @@ def test_updates_reach_the_state():
 
 
 def test_a_new_owner_replaces_all_of_the_old_ones_state():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
     for owner in (admission(), Admission(SamplingParams(temperature=0, seed=1), 3, 0, ())):
-        (batch,) = pack_updates((RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1)
+        (batch,) = pack_updates((RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1, max_stop_ids=3)
         state = apply_updates(state, batch)
     assert (state.budget[0], state.min_left[0], state.sampling.temperature[0]) == (3, 0, 0)
     assert (state.stop_ids[0] == -1).all() and state.sampling.num_logprobs[0] == -1
@@ -64,9 +64,9 @@ def test_a_new_owner_replaces_all_of_the_old_ones_state():
 
 def test_many_updates_take_several_batches_and_lose_nothing():
     updates = tuple(RowUpdate(row, 0, tuple(range(10 * row + 1, 10 * row + 8)), admission()) for row in range(5))
-    batches = pack_updates(updates, dead_row=5, max_entries=16, max_admissions=2)
+    batches = pack_updates(updates, dead_row=5, max_entries=16, max_admissions=2, max_stop_ids=3)
     assert len(batches) == 3
-    state = empty_state(max_num_seqs=5, max_blocks_per_row=8)
+    state = empty_state(max_num_seqs=5, max_blocks_per_row=8, max_stop_ids=3)
     for batch in batches:
         state = apply_updates(state, batch)
     for row in range(5):
@@ -75,8 +75,8 @@ def test_many_updates_take_several_batches_and_lose_nothing():
 
 
 def test_no_updates_change_no_row():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4)
-    (batch,) = pack_updates((), dead_row=2, max_entries=4, max_admissions=2)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
+    (batch,) = pack_updates((), dead_row=2, max_entries=4, max_admissions=2, max_stop_ids=3)
     after = apply_updates(state, batch)
     assert after.stop_ids.tolist() == state.stop_ids.tolist()
     assert not after.active.any() and not after.block_table.any() and not after.budget.any()
@@ -94,8 +94,9 @@ def test_block_copies_are_packed_in_order():
 
 @pytest.mark.parametrize("size, bucket", [(1, 64), (64, 64), (65, 128), (129, 200), (200, 200)])
 def test_buckets(size, bucket):
-    assert powers_of_two(64, 200) == (64, 128, 200)
-    assert bucket_for(powers_of_two(64, 200), size) == bucket
+    assert geometric_buckets(64, 200, 2) == (64, 128, 200)
+    assert geometric_buckets(1, 16, 4) == (1, 4, 16) and geometric_buckets(7, 7, 2) == (7,)
+    assert bucket_for(geometric_buckets(64, 200, 2), size) == bucket
 
 
 def test_a_long_table_needs_one_update_entry_a_block():

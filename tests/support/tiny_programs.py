@@ -34,8 +34,8 @@ def tiny_llama() -> ModelConfig:
     return parse(tiny_config())
 
 
-def make_programs(config: ModelConfig, **changed) -> Programs:
-    """Not compiled yet. One prefill bucket, and decode buckets for one row and for all."""
+def make_programs(config: ModelConfig, *, decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,), **changed) -> Programs:
+    """Not compiled yet. One prefill bucket and, to compile little, one for decode; `changed` are limits."""
     limits = dataclasses.replace(LIMITS, **changed)
     shapes = ProgramShapes(
         model=config,
@@ -43,7 +43,7 @@ def make_programs(config: ModelConfig, **changed) -> Programs:
         kv_dtype="float32",
         limits=limits,
         prefill_buckets=(limits.max_num_batched_tokens,),
-        decode_buckets=(1, limits.max_num_seqs),
+        decode_buckets=decode_buckets,
         num_top=NUM_TOP,
         implementation="xla",
     )
@@ -52,7 +52,8 @@ def make_programs(config: ModelConfig, **changed) -> Programs:
 
 @functools.lru_cache
 def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size) -> Programs:
-    programs = make_programs(config, block_size=block_size)
+    buckets = (1, LIMITS.max_num_seqs) if block_size == LIMITS.block_size else (LIMITS.max_num_seqs,)
+    programs = make_programs(config, block_size=block_size, decode_buckets=buckets)
     programs.compile(SilentProgress())
     return programs
 
@@ -88,9 +89,12 @@ def make_engine(
     return Engine(LimitedExecutor(executor, limits), scheduler, clock=clock, max_in_flight=max_in_flight)
 
 
-def run_requests(engine: Engine, requests: list[Request], *, stagger: int = 0) -> dict[str, list[RequestOutput]]:
+def run_requests(
+    engine: Engine, requests: list[Request], *, stagger: int = 0, preempt_every: int = 0
+) -> dict[str, list[RequestOutput]]:
     """All news of each request. One request is added every `stagger` steps; all at once for 0.
 
+    Every `preempt_every` steps one running request, in turn, loses its row and blocks; never the oldest, so that all end.
     Checks the scheduler's invariants after every step.
     """
     news: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
@@ -101,6 +105,9 @@ def run_requests(engine: Engine, requests: list[Request], *, stagger: int = 0) -
             engine.add(waiting.pop(0))
             if stagger:
                 break
+        running = engine.scheduler.running
+        if preempt_every and len(running) > 1 and steps % preempt_every == 0:
+            engine.scheduler.preempt(running[1 + steps // preempt_every % (len(running) - 1)].request_id)
         for output in engine.step():
             news[output.request_id].append(output)
         engine.scheduler.check()
