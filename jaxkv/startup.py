@@ -88,6 +88,7 @@ def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> S
     config = dataclasses.replace(
         config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks
     )
+    _tell_fixed_rope_base(model_config, memory.max_model_len)
     model = timed("load", load_weights, source, model_config, dtype=config.dtype, progress=progress)
     weights = tuple(jax.tree.leaves(nnx.state(model)))
 
@@ -158,6 +159,16 @@ def _model_limit(model: ModelConfig) -> int:
     if rope.type == "yarn" and rope.original_max_position_embeddings:
         return max(limit, int(rope.original_max_position_embeddings * rope.factor))
     return int(limit * rope.factor) if rope.type in ("linear", "dynamic") else limit
+
+
+def _tell_fixed_rope_base(model: ModelConfig, max_model_len: int) -> None:
+    if model.rope.type == "dynamic" and max_model_len > model.max_position_embeddings:
+        log.info(
+            "dynamic rope scaling: one fixed base, that of max_model_len = %d, for sequences of any length (cached keys "
+            "can't follow a base that changes); with max_model_len at most %d it is the unscaled base",
+            max_model_len,
+            model.max_position_embeddings,
+        )
 
 
 def _compilation_cache_dir(config: EngineConfig) -> str:
