@@ -44,8 +44,8 @@ def decode_one(
     )
     hidden, layers = model(rows.last_token, position, layers, attention)
     logits = model.logits(hidden)
-    logits = sampling.forbid(logits, rows.stop_ids, active & (rows.min_left > 0))
-    tokens = sampling.sample(logits, rows.sampling, position + 1)
+    allowed = sampling.forbid(logits, rows.stop_ids, active & (rows.min_left > 0))
+    tokens = sampling.sample(allowed, rows.sampling, position + 1)
     logprobs = sampling.logprobs(logits, tokens, rows.sampling, num_top)
     stopped, exhausted = finish_flags(tokens, rows.stop_ids, rows.budget)
     rows = dataclasses.replace(

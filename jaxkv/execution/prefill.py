@@ -30,8 +30,8 @@ def prefill_step(
     rows = jax.tree.map(lambda x: x[batch.rows], dataclasses.replace(state, block_table=state.active))
     seq_len = batch.context_lens + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     logits = model.logits(hidden[last_index])
-    logits = sampling.forbid(logits, rows.stop_ids, rows.min_left > 0)
-    tokens = sampling.sample(logits, rows.sampling, seq_len)
+    allowed = sampling.forbid(logits, rows.stop_ids, rows.min_left > 0)
+    tokens = sampling.sample(allowed, rows.sampling, seq_len)
     logprobs = sampling.logprobs(logits, tokens, rows.sampling, num_top)
     stopped, exhausted = finish_flags(tokens, rows.stop_ids, rows.budget)
 

@@ -63,8 +63,8 @@ def edge_lengths(block_size: int) -> tuple[int, ...]:
 
 
 def spread(index: int) -> dict:
-    """The index-th of 60 parameter sets: all triples of block size, heads and head_dim, with dtypes and windows spread over
-    them. A stride that shares no factor with 60 keeps the mix."""
+    """The index-th of 60 parameter sets: all triples of block size, heads and head_dim, with dtypes and windows
+    spread over them. Strides that share no factor with 5 keep all block sizes."""
     heads = HEADS[index // len(BLOCK_SIZES) % len(HEADS)]
     return {
         "block_size": BLOCK_SIZES[index % len(BLOCK_SIZES)],

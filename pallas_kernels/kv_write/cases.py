@@ -1,7 +1,7 @@
 """Random contents in scattered blocks, shared by tests and benchmarks of every operation.
 
-Pools are laid out by numpy loops, independently of kv_write. Everything that no row owns is poison: the null block, free
-blocks and the slots after a row's end hold NaN, so that an operation that reads one too many shows it.
+Pools are laid out by numpy loops, independently of kv_write. Everything that no row owns is poison: the null block,
+free blocks and the slots after a row's end hold NaN, so that an operation that reads one too many shows it.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The engine on the demo model against transformers: greedy text of 20 prompts, token for token.
 
-transformers' greedy generation would need 2,560 steps. One forward pass over prompt and output says the same: each of our
-tokens must be its best choice after the tokens before it, so by induction `generate` would have produced them. Where its
-two best logits lie within 1e-4 either counts; that must be rare.
+transformers' greedy generation would need 2,560 steps. One forward pass over prompt and output says the same: each of
+our tokens must be its best choice after the tokens before it, so by induction `generate` would have produced them.
+Where its two best logits lie within 1e-4 either counts; that must be rare.
 """
 
 import functools

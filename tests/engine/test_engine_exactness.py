@@ -1,8 +1,8 @@
 """Tokens of the whole engine on the real executor, against a dense model that recomputes everything.
 
-Whatever the chunks, the loop length, the overlap, the prefix cache, the pool and the company: each token must be the one
-that the dense model chooses after the tokens before it. Where its two best lie within 1e-4 either counts; that must be
-rare.
+Whatever the chunks, the loop length, the overlap, the prefix cache, the pool and the company: each token must be the
+one that the dense model chooses after the tokens before it. Where its two best lie within 1e-4 either counts; that must
+be rare.
 """
 
 import dataclasses
@@ -88,8 +88,8 @@ class Setting:
 
     def __str__(self) -> str:
         names = {
-            "block_size": "P", "chunk": "T", "decode_steps": "C", "max_in_flight": "F", "num_blocks": "N", "stagger": "s",
-            "preempt_every": "p",
+            "block_size": "P", "chunk": "T", "decode_steps": "C", "max_in_flight": "F", "num_blocks": "N",
+            "stagger": "s", "preempt_every": "p",
         }  # fmt: skip
         return "-".join(f"{short}{getattr(self, name)}" for name, short in names.items()) + "-pc" * self.prefix_caching
 
@@ -118,7 +118,9 @@ def run(config: ModelConfig, setting: Setting, batch: list[Request]):
         num_blocks=setting.num_blocks,
         max_in_flight=setting.max_in_flight,
         scheduler=SchedulerConfig(
-            decode_steps=setting.decode_steps, enable_prefix_caching=setting.prefix_caching, vocab_size=config.vocab_size
+            decode_steps=setting.decode_steps,
+            enable_prefix_caching=setting.prefix_caching,
+            vocab_size=config.vocab_size,
         ),
     )
     return engine, run_requests(engine, batch, stagger=setting.stagger, preempt_every=setting.preempt_every)
@@ -230,6 +232,17 @@ def test_logprobs_equal_the_dense_models():
         assert [token for token, _ in entry.top] == np.argsort(-row)[:3].tolist()
         assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-4)
     assert all(output.logprobs is None for output in news["silent"])
+
+
+def test_logprobs_are_raw_where_min_tokens_forbids_the_best():
+    config = tiny_llama()
+    prompt = random_tokens(15, seed=2)
+    best = dense(config).generate(prompt, 1)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=6, stop_token_ids=(best,), logprobs=1)
+    entries = [e for o in run_requests(make_engine(config), [Request("a", prompt, params)])["a"] for e in o.logprobs]
+    row = log_softmax(dense(config).logits(prompt))[-1]
+    assert entries[0].token_id == np.argsort(-row)[1] and entries[0].rank == 2
+    assert entries[0].top[0] == (best, pytest.approx(row[best], abs=1e-4))
 
 
 def test_aborting_a_neighbour_changes_nothing():

@@ -38,7 +38,9 @@ def test_a_mixed_load_compiles_and_traces_nothing():
     shared = random_tokens(40, seed=1)
     batch = [
         Request(
-            str(i), shared[: 40 - i] + random_tokens(3 * i + 1, seed=i), dataclasses.replace(kinds[i % 3], max_tokens=10 + 7 * i)
+            str(i),
+            shared[: 40 - i] + random_tokens(3 * i + 1, seed=i),
+            dataclasses.replace(kinds[i % 3], max_tokens=10 + 7 * i),
         )
         for i in range(9)
     ]

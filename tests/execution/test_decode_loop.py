@@ -51,7 +51,8 @@ class Device:
     def start(self, rows=tuple(PROMPTS), *, budget=100, min_tokens=0, stop_ids=(), sampling=GREEDY) -> np.ndarray:
         """Admit and prefill rows in one call; returns the packed output [R, 3] of the prefill."""
         updates = tuple(
-            RowUpdate(row, 0, self.blocks(row), Admission(sampling, budget, min_tokens, tuple(stop_ids))) for row in rows
+            RowUpdate(row, 0, self.blocks(row), Admission(sampling, budget, min_tokens, tuple(stop_ids)))
+            for row in rows
         )
         for batch in self.programs.pack_updates(updates):
             self.state = self.programs.apply_updates(self.state, batch)

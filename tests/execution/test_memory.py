@@ -13,7 +13,9 @@ MiB = 2**20
 NEEDS = MemoryNeeds(weights=500 * MiB, kv_per_token=40_000, temporaries=100 * MiB, temporaries_per_seq=MiB)
 
 
-def plan(config: EngineConfig = EngineConfig(), *, needs=NEEDS, platform="gpu", available=2 * GiB, limit=2048) -> MemoryPlan:
+def plan(
+    config: EngineConfig = EngineConfig(), *, needs=NEEDS, platform="gpu", available=2 * GiB, limit=2048
+) -> MemoryPlan:
     return plan_memory(config, needs, platform=platform, available=available, block_size=16, model_limit=limit)
 
 
@@ -105,9 +107,12 @@ def test_lowering_the_pool_as_told_works(available, kv_per_token):
     longest = number_after(text, "max_model_len at most")
     # The suggestion is the largest that fits, not just any.
     assert smaller.num_tokens == longest and told + 16 * kv_per_token > available - 600 * MiB
-    assert plan(
-        EngineConfig(num_gpu_blocks_override=longest // 16, max_model_len=longest), needs=needs, available=available
-    ).max_model_len == longest
+    assert (
+        plan(
+            EngineConfig(num_gpu_blocks_override=longest // 16, max_model_len=longest), needs=needs, available=available
+        ).max_model_len
+        == longest
+    )
 
 
 def test_too_many_blocks():

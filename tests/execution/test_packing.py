@@ -56,7 +56,9 @@ def test_updates_reach_the_state():
 def test_a_new_owner_replaces_all_of_the_old_ones_state():
     state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
     for owner in (admission(), Admission(SamplingParams(temperature=0, seed=1), 3, 0, ())):
-        (batch,) = pack_updates((RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1, max_stop_ids=3)
+        (batch,) = pack_updates(
+            (RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1, max_stop_ids=3
+        )
         state = apply_updates(state, batch)
     assert (state.budget[0], state.min_left[0], state.sampling.temperature[0]) == (3, 0, 0)
     assert (state.stop_ids[0] == -1).all() and state.sampling.num_logprobs[0] == -1

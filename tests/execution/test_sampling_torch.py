@@ -15,7 +15,6 @@ from jaxkv.execution.decode_state import RowSampling
 from jaxkv.execution.sampling import sample
 from tests.support.numpy_sampling import filtered_logits, softmax
 
-
 jitted_sample = jax.jit(sample)
 
 
@@ -44,7 +43,10 @@ def test_the_numpy_rules_are_those_of_transformers():
     rng = np.random.default_rng(0)
     for _ in range(300):
         logits, params = (3 * rng.standard_normal(64)).astype(np.float32), random_params(rng)
-        ours, theirs = softmax(filtered_logits(logits, params)), softmax(transformers_logits(logits, params).astype(np.float64))
+        ours, theirs = (
+            softmax(filtered_logits(logits, params)),
+            softmax(transformers_logits(logits, params).astype(np.float64)),
+        )
         np.testing.assert_allclose(ours, theirs, atol=1e-6, err_msg=repr(params))
 
 
@@ -67,7 +69,9 @@ def test_drawn_tokens_are_exactly_those_that_transformers_keeps():
             seed=column(9, jnp.uint32),
             num_logprobs=column(-1, jnp.int32),
         )
-        drawn = np.bincount(jitted_sample(jnp.tile(logits, (count, 1)), rows, jnp.arange(count, dtype=jnp.int32)), minlength=24)
+        drawn = np.bincount(
+            jitted_sample(jnp.tile(logits, (count, 1)), rows, jnp.arange(count, dtype=jnp.int32)), minlength=24
+        )
         assert not drawn[kept == 0].any(), params
         assert (drawn[kept > 0.01] > 0).all(), params
         np.testing.assert_allclose(drawn / count, kept, atol=0.05, err_msg=repr(params))

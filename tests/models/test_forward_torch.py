@@ -67,7 +67,7 @@ def random_fields(seed: int) -> dict:
 
 
 def check(hf_config: dict, folder) -> float:
-    """The torch model, saved by transformers and read by our loader, gives the same logits; returns the largest error."""
+    """Largest error of our logits; the torch model is saved by transformers and read by our loader."""
     oracle = torch_oracle.torch_model(hf_config, random_tensors(parse(hf_config)), max_model_len=MAX_MODEL_LEN)
     expected = torch_oracle.logits(oracle, PROMPT)
     assert expected.std() > 0.5, "logits too flat to prove anything"
@@ -92,7 +92,10 @@ def test_random_fields_equal_transformers(seed, tmp_path):
 def test_rope_frequencies_equal_transformers(name, max_model_len):
     config = parse(MATRIX[name])
     frequencies, factor = rope.inverse_frequencies(
-        config.rope, config.head_dim, max_position_embeddings=config.max_position_embeddings, max_model_len=max_model_len
+        config.rope,
+        config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        max_model_len=max_model_len,
     )
     expected, expected_factor = torch_oracle.rope_parameters(torch_oracle.torch_config(MATRIX[name]), max_model_len)
     np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
@@ -108,13 +111,15 @@ def test_demo_model_on_real_text_equals_transformers():
 
 
 def test_demo_model_in_bfloat16_is_as_close_to_float32_as_torch_is():
-    """Measured: see the assertion's bounds; torch's own bfloat16 run is the yardstick."""
+    """Absolute distance of logits to torch float32, measured on 128 tokens: ours mean 0.106 and max 1.42, torch's
+    own bfloat16 run mean 0.111 and max 1.13.
+    """
     ids = demo_text_ids(128)
     exact = torch_oracle.logits(torch_oracle.demo_model(demo_source().path), ids)
-    torch_error = np.abs(torch_oracle.logits(torch_oracle.demo_model(demo_source().path).to(torch.bfloat16), ids) - exact)
+    rounded = torch_oracle.demo_model(demo_source().path).to(torch.bfloat16)
+    torch_error = np.abs(torch_oracle.logits(rounded, ids) - exact)
     torch_oracle.demo_model.cache_clear()
     error = np.abs(paged_logits(demo_weights("bfloat16"), ids, chunk=128, dtype="bfloat16") - exact)
     demo_weights.cache_clear()
-    assert error.mean() <= 1.2 * torch_error.mean()
+    assert error.mean() <= 0.13 and error.mean() <= 1.2 * torch_error.mean()
     assert error.max() <= 1.5 * torch_error.max()
-    print(error.mean(), torch_error.mean(), error.max(), torch_error.max())

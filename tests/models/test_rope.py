@@ -55,7 +55,9 @@ def test_rotation_is_a_complex_product():
     positions = np.array([0, 1, 7, 100, 8191], np.int32)
     frequencies = np.array([1.0, 0.1, 0.01, 0.001], np.float32)
     rotated = rope.rotate(jnp.asarray(x), *rope.cos_sin(jnp.asarray(positions), frequencies, 1.0))
-    expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None] * frequencies.astype(np.float64))[:, None]
+    expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None] * frequencies.astype(np.float64))[
+        :, None
+    ]
     # 8191 radians in float32 are off by up to 2.5e-4.
     np.testing.assert_allclose(rotated[..., :4], expected.real, atol=2e-3)
     np.testing.assert_allclose(rotated[..., 4:], expected.imag, atol=2e-3)

@@ -1,4 +1,4 @@
-"""decode_attention: the XLA implementation against the reference, the reference against float64, and mutants that fail."""
+"""decode_attention: XLA against the reference, the reference against float64, and mutants that fail."""
 
 import dataclasses
 
@@ -13,7 +13,6 @@ from pallas_kernels.decode_attention.cases import DECODE_CASES, DecodeCase, Deco
 from pallas_kernels.layer_kv import LayerKV
 from tests.support import attention_oracle
 from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
-
 
 jitted = jax.jit(decode_attention, static_argnames=("scale", "window", "implementation"))
 
@@ -48,9 +47,7 @@ def test_xla_equals_reference_and_sees_no_poison(case):
 @pytest.mark.parametrize("case", DECODE_CASES[::5], ids=str)
 def test_reference_equals_float64(case):
     inputs = decode_inputs(case)
-    out, lse = attention_oracle.decode(
-        inputs.q, inputs.rows.k, inputs.rows.v, scale=case.scale, window=case.window
-    )
+    out, lse = attention_oracle.decode(inputs.q, inputs.rows.k, inputs.rows.v, scale=case.scale, window=case.window)
     assert_close(case, run(case, inputs, "reference"), AttentionOutput(out.astype(np.float32), lse.astype(np.float32)))
 
 
@@ -58,7 +55,9 @@ MUTANT_CASES = (DecodeCase(), DecodeCase(window=17), DecodeCase(block_size=64, d
 
 
 @pytest.mark.parametrize("case", MUTANT_CASES, ids=str)
-@pytest.mark.parametrize("mutant", ["wrong block", "k for v", "v for k", "one too short", "one too long", "window off by one"])
+@pytest.mark.parametrize(
+    "mutant", ["wrong block", "k for v", "v for k", "one too short", "one too long", "window off by one"]
+)
 def test_mutants_fail(case, mutant):
     """The tolerance can fail: each wrong computation is far outside of it."""
     inputs = decode_inputs(case)

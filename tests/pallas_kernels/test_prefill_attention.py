@@ -1,4 +1,4 @@
-"""prefill_attention: the XLA implementation against the reference, the reference against float64, and mutants that fail."""
+"""prefill_attention: XLA against the reference, the reference against float64, and mutants that fail."""
 
 import dataclasses
 
@@ -19,7 +19,6 @@ from pallas_kernels.prefill_attention.cases import (
 )
 from tests.support import attention_oracle
 from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
-
 
 jitted = jax.jit(prefill_attention, static_argnames=("scale", "window", "implementation"))
 

@@ -6,7 +6,10 @@ import numpy as np
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One query [H, D] at the last position of k, v [n, K, D]; returns out [H, D] and lse [H] (zeros and -inf for n = 0)."""
+    """One query [H, D] at the last position of k, v [n, K, D].
+
+    Returns out [H, D] and lse [H], zeros and -inf for n = 0.
+    """
     num_heads, group = q.shape[0], q.shape[0] // k.shape[1]
     out, lse = np.zeros(q.shape, np.float64), np.full((num_heads,), -np.inf)
     first = 0 if window is None else max(0, len(k) - window)

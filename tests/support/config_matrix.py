@@ -26,7 +26,9 @@ MATRIX: dict[str, dict[str, Any]] = {
     "llama_llama3_other": tiny_config(
         rope_scaling=_LLAMA3 | {"factor": 32.0, "high_freq_factor": 16.0, "original_max_position_embeddings": 256}
     ),
-    "llama_yarn": tiny_config(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
+    "llama_yarn": tiny_config(
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    ),
     "llama_yarn_factors": tiny_config(
         rope_scaling={
             "type": "yarn", "factor": 16.0, "original_max_position_embeddings": 40, "attention_factor": 1.3,
@@ -58,7 +60,8 @@ for _name, _config in MATRIX.items():
 
 # Those that the torch-free test compares with stored arrays.
 GOLDEN = (
-    "llama_mha_bias_tied", "llama_mqa_eps", "llama_dynamic", "llama_llama3", "llama_yarn_factors", "qwen2_window", "qwen3",
+    "llama_mha_bias_tied", "llama_mqa_eps", "llama_dynamic", "llama_llama3", "llama_yarn_factors", "qwen2_window",
+    "qwen3",
 )  # fmt: skip
 # Positions whose logits are stored.
 GOLDEN_POSITIONS = tuple(range(3, 100, 8))

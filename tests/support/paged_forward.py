@@ -1,4 +1,4 @@
-"""Logits of every position through the paged cache: chunks of a prompt, then single decode steps, in scattered blocks."""
+"""Logits of every position through the paged cache: chunks of a prompt, then decode steps, in scattered blocks."""
 
 import functools
 

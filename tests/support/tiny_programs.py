@@ -34,7 +34,9 @@ def tiny_llama() -> ModelConfig:
     return parse(tiny_config())
 
 
-def make_programs(config: ModelConfig, *, decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,), **changed) -> Programs:
+def make_programs(
+    config: ModelConfig, *, decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,), **changed
+) -> Programs:
     """Not compiled yet. One prefill bucket and, to compile little, one for decode; `changed` are limits."""
     limits = dataclasses.replace(LIMITS, **changed)
     shapes = ProgramShapes(
@@ -94,8 +96,8 @@ def run_requests(
 ) -> dict[str, list[RequestOutput]]:
     """All news of each request. One request is added every `stagger` steps; all at once for 0.
 
-    Every `preempt_every` steps one running request, in turn, loses its row and blocks; never the oldest, so that all end.
-    Checks the scheduler's invariants after every step.
+    Every `preempt_every` steps one running request, in turn, loses its row and blocks; never the oldest, so that all
+    end. Checks the scheduler's invariants after every step.
     """
     news: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     waiting = list(requests)

@@ -1,7 +1,8 @@
 """How far an implementation may be from its reference, and from float64, absolute, on normal random inputs.
 
-Measured over all cases with JAX 0.10.2 and 0.12.0.1 on CPU: at most a third of each value. A wrong block, swapped keys and
-values, or a length off by one move outputs by 0.1 and more, which the mutant tests prove.
+Largest errors over all cases, JAX 0.10.2 on CPU: outputs 9.5e-7 in float32, 1.6e-2 in bfloat16 and 2.0e-3 in float16
+(one unit in the last place between 2 and 4), lse 4.8e-7. That a wrong block, swapped keys and values, or a length off
+by one are outside, the mutant tests prove.
 """
 
 ATTENTION_OUT = {"float32": 5e-6, "bfloat16": 3e-2, "float16": 4e-3}

@@ -1,4 +1,4 @@
-"""transformers' torch models in float32, eager attention. Only tests/**/test_*_torch.py and make_golden.py import this."""
+"""transformers' torch models in float32, eager attention. Only test_*_torch.py and make_golden.py import this."""
 
 import functools
 from pathlib import Path
