@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.models import rope
-from jaxkv.models.layers import MLP, Embedding, Linear, RMSNorm
+from jaxkv.models.layers import MLP, Embedding, Linear, RMSNorm, project
 from pallas_kernels.layer_kv import LayerKV
 
 
@@ -122,5 +122,4 @@ class Llama(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[T, V] of hidden states [T, E]."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        return jax.lax.dot_general(hidden, head.weight[...], contract, preferred_element_type=jnp.float32)
+        return project(hidden, head.weight[...], jnp.float32)
