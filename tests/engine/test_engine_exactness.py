@@ -12,14 +12,17 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkv.control.engine import Engine
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.request import FinishReason, Request, SamplingParams
+from jaxkv.execution.jax_executor import JaxExecutor
 from tests.support.config_matrix import MATRIX
 from tests.support.dense_model import DenseModel
 from tests.support.numpy_sampling import filtered_logits, log_softmax
 from tests.support.tiny_models import parse, random_tensors, random_tokens
-from tests.support.tiny_programs import make_engine, run_requests, tiny_llama, tokens_of
+from tests.support.tiny_programs import make_engine, make_programs, run_requests, tiny_llama, tokens_of, weights
 
 NEAR_TIE = 1e-4
 NUM_TOKENS = 24
@@ -262,3 +265,17 @@ def test_aborting_a_neighbour_changes_nothing():
             break
     assert len(tokens) == NUM_TOKENS and check_tokens(config, kept.prompt_token_ids, tuple(tokens), kept.sampling) == 0
     assert engine.kv_cache_usage == 0
+
+
+def test_eager_gives_the_compiled_tokens():
+    """enforce_eager runs the un-jitted step functions, one step a call."""
+    config = tiny_llama()
+    programs = make_programs(config, max_decode_steps=1)  # never compiled
+    engine = Engine(JaxExecutor(programs, weights(config), MonotonicClock()))
+    batch = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=4)) for r in requests()[1:2]]
+    news = run_requests(engine, batch)
+    assert set(engine.stats.loop_steps) == {1}
+    for request in batch:
+        tokens = tokens_of(news[request.request_id])
+        assert len(tokens) == 4
+        assert check_tokens(config, request.prompt_token_ids, tokens, request.sampling) == 0
