@@ -131,13 +131,17 @@ class AsyncEngine:
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Fail what still runs as soon as the present step ends, and serve no more; does not wait."""
+        self._inbox.put(_STOP)
+
     def shutdown(self, timeout: float = 60.0) -> None:
         """Fail what still runs and wait for the thread to end after its present step.
 
         Raises:
           TimeoutError: the step takes longer than `timeout` seconds.
         """
-        self._inbox.put(_STOP)
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
             if self._thread.is_alive():

@@ -66,13 +66,14 @@ def main(rest: list[str]) -> int:
         uvicorn.Config(
             create_app(serving, api_key=_API_KEY.value),
             log_level="warning",
-            timeout_graceful_shutdown=_GRACE_S,
+            timeout_graceful_shutdown=2 * _GRACE_S,
             access_log=False,
             ws="none",
         ),
+        engine,
         ready=f"jaxkv is ready: {_url(listener)} (model {names[0]})\n{_curl(_url(listener), names[0])}\n",
     )
-    engine.on_failure = server.stop
+    engine.on_failure = server.engine_failed
     engine.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signals it caught once more when it is done
@@ -81,20 +82,25 @@ def main(rest: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot listen on {_url(listener)}: {error.strerror}; choose another --port") from error
     finally:
-        failure = engine.failed
         engine.shutdown()
-    if failure is not None:
-        sys.stderr.write(f"error: the engine failed: {failure}\n")
+    if server.failure is not None:
+        sys.stderr.write(f"error: the engine failed: {server.failure}\n")
         return 1
     return 0
 
 
 class _Server(uvicorn.Server):
-    """Says when the port answers."""
+    """Says when the port answers, and ends open requests when their time is up.
 
-    def __init__(self, config: uvicorn.Config, ready: str):
+    Attributes:
+      failure: what broke the engine, or None.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, ready: str):
         super().__init__(config)
+        self._engine = engine
         self._ready = ready
+        self.failure: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -102,7 +108,13 @@ class _Server(uvicorn.Server):
             sys.stdout.write(self._ready)
             sys.stdout.flush()
 
-    def stop(self) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # A request that the engine ends gets an error it can read; one that uvicorn cancels would get none.
+        asyncio.get_running_loop().call_later(_GRACE_S, self._engine.stop)
+        await super().shutdown(sockets)
+
+    def engine_failed(self) -> None:
+        self.failure = self._engine.failed
         self.should_exit = True
 
 

@@ -101,6 +101,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # a client may name a variable "self" or "messages"
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,

@@ -22,6 +22,9 @@ def start_engine(config, *, progress):
     progress.update("load", 1, 1)
     def script(request):
         if tokenizer.decode(request.prompt_token_ids) == "break": 1 / 0
+        if tokenizer.decode(request.prompt_token_ids) == "slowly":
+            engine.step_seconds = 0.2
+            return tokenizer.encode("x", add_special_tokens=False) * 200
         return [*tokenizer.encode("Hello 👋!", add_special_tokens=False), tokenizer.eos_token_id]
     engine = fake["FakeEngine"](script, eos=(tokenizer.eos_token_id,), step_seconds=0.001)
     return fake["fake_started"](engine, tokenizer)

@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import threading
 import time
 
 import httpx
@@ -82,3 +83,26 @@ def test_requests_in_progress_do_not_hold_up_the_end_for_long(program):
         process.terminate()
         process.communicate(timeout=20)
     assert process.returncode == 0 and time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_outlast_the_grace_period_are_told(program, stream):
+    process = program("serve.py", "--port=0")
+    url, _ = ready(process)
+    answer = []
+    body = {"prompt": "slowly", "stream": stream, "max_tokens": 200, "ignore_eos": True}
+
+    def ask():
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            answer.extend((response.status_code, response.read().decode()))
+
+    client = threading.Thread(target=ask)
+    client.start()
+    time.sleep(1)
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    client.join(10)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    status, text = answer
+    assert status == (200 if stream else 503) and "shut down" in text, text[-300:]
+    assert not stream or text.endswith("data: [DONE]\n\n")

@@ -202,3 +202,9 @@ def test_api_key(serve):
     assert server.http.get("/v1/models").status_code == 401 and server.http.get("/health").status_code == 200
     good = {"authorization": "Bearer sekret"}
     assert server.http.post("/v1/completions", json={"prompt": "x"}, headers=good).status_code == 200
+
+
+def test_a_template_variable_may_have_any_name(server):
+    names = {name: 1 for name in ("self", "args", "kwargs", "cls", "environment", "variables", "caller", "loop")}
+    body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": names}
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
