@@ -22,8 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "tokenizer", "revision", "download_dir", "chat_template", "dtype", "seed", "max_model_len"),
     "memory": ("gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size",
                "num_gpu_blocks_override"),
-    "scheduling": ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "scheduling_policy",
-                   "decode_steps", "max_logprobs"),
+    "scheduling": ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "decode_steps", "max_logprobs"),
+    "prefix cache": ("enable_prefix_caching", "eviction_policy"),
     "execution": ("enforce_eager", "attention_implementation", "tensor_parallel_size", "compilation_cache_dir"),
 }  # fmt: skip
 """Fields of EngineConfig by the heading they have in --help."""

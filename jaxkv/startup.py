@@ -251,6 +251,7 @@ def _scheduler_config(
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
         enable_prefix_caching=config.enable_prefix_caching,
+        eviction_policy=config.eviction_policy,
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,

@@ -20,7 +20,11 @@ NULL_BLOCK = 0
 
 
 class BlockManager:
-    """The pool's blocks 1 .. num_blocks - 1. All operations cost O(blocks touched), whatever the size of the pool."""
+    """The pool's blocks 1 .. num_blocks - 1. All operations cost O(blocks touched), whatever the size of the pool.
+
+    Attributes:
+      num_evictions: cached blocks that were overwritten, since the start.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, eviction: EvictionPolicy | None = None):
         """`num_blocks` counts the null block, as in `ExecutorLimits`; `eviction` must be empty, None is LRU."""
@@ -31,6 +35,7 @@ class BlockManager:
         self._cached: EvictionPolicy = LRU() if eviction is None else eviction
         self._ref_count = [0] * num_blocks
         self._index = PrefixIndex()
+        self.num_evictions = 0
 
     @property
     def num_free(self) -> int:
@@ -54,32 +59,43 @@ class BlockManager:
         counts = self._ref_count
         return self.num_free - sum([counts[block] == 0 for block in shared])
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, hashes: Sequence[BlockHash] = ()) -> list[int]:
         """Hand out `count` blocks with one reference each, evicting cached ones only when no free one is left.
+
+        `hashes` name what the first of them will hold. Where a cached block holds it already, but can't be reached
+        because a block before it was evicted, that block is handed out for its own place, to be written again with the
+        same content: it stays findable, and no second copy of it is made.
 
         The caller has checked `num_free`.
         """
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block = self._cached.evict()
-                self._index.remove(block)
-            self._ref_count[block] = 1
-            blocks.append(block)
-        return blocks
+        stranded: dict[int, int] = {}
+        for place, block_hash in enumerate(hashes[:count]):
+            block = self._index.find(block_hash)
+            if block is not None and self._ref_count[block] == 0:
+                stranded[place] = block
+        if stranded:
+            self.share(stranded.values())  # before anything is evicted
+        return [stranded[place] if place in stranded else self._take() for place in range(count)]
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = self._cached.evict()
+            self._index.remove(block)
+            self.num_evictions += 1
+        self._ref_count[block] = 1
+        return block
 
     def match(self, hashes: Sequence[BlockHash]) -> MatchResult:
         """Longest findable prefix. Changes nothing: call `share` before anything else is allocated."""
         return self._index.match(hashes, self.block_size)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each; cached blocks become owned again."""
+        """Add one reference to each of these findable blocks; cached ones become owned again."""
         for block in blocks:
-            if self._ref_count[block] == 0:
-                self._cached.remove(block)
+            self._cached.use(block)
             self._ref_count[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -93,14 +109,20 @@ class BlockManager:
             self._ref_count[block] = count
             if count == 0:
                 if block in self._index:
-                    self._cached.add(block)
+                    self._cached.release(block)
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, block_hash: BlockHash) -> bool:
-        """Make an owned, full block findable; False when an equal block already is (this one then stays private)."""
+    def register(self, block: int, block_hash: BlockHash, parent: BlockHash) -> bool:
+        """Make an owned, full block findable; False when an equal one already is (another one then stays private).
+
+        `parent` is the hash of the block before it, or the root.
+        """
         assert self._ref_count[block] > 0, f"block {block} is registered but not owned"
-        return self._index.add(block_hash, block)
+        added = self._index.add(block_hash, block)
+        if added:
+            self._cached.insert(block, block_hash, parent)
+        return added
 
     def check(self, owners: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `owners`: all block lists in use, to compare reference counts with. O(pool)."""

@@ -67,6 +67,9 @@ class PrefixIndex:
     def remove(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
 
+    def find(self, block_hash: BlockHash) -> int | None:
+        return self._block_of.get(block_hash)
+
     def match(self, hashes: Sequence[BlockHash], block_size: int) -> MatchResult:
         """Blocks of the longest run of leading hashes that are all findable."""
         blocks = []

@@ -21,7 +21,7 @@ import logging
 
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.decode_steps import adaptive_decode_steps, ceil_power_of_two
-from jaxkv.control.eviction import EvictionPolicy
+from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.prefix_index import MatchResult
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
@@ -52,12 +52,12 @@ class Scheduler:
         config: SchedulerConfig = SchedulerConfig(),
         *,
         stats: EngineStats | None = None,
-        eviction: EvictionPolicy | None = None,
     ):
         config.check(limits)
         self.limits = limits
         self.config = config
         self.stats = EngineStats() if stats is None else stats
+        eviction = make_eviction_policy(config.eviction_policy, limits.num_blocks - 1)
         self.blocks = BlockManager(limits.num_blocks, limits.block_size, eviction)
         self.waiting = WaitingQueue()
         self.running: list[RequestState] = []  # sorted by rank
@@ -223,9 +223,12 @@ class Scheduler:
     def _admit(self, state: RequestState, match: MatchResult, now: float) -> RowUpdate:
         self.blocks.share(match.blocks)  # before allocating, which might evict them
         state.blocks = list(match.blocks)
-        state.blocks += self.blocks.allocate(self._num_blocks(len(state.token_ids)) - len(match.blocks))
+        num_hits = len(match.blocks)
+        state.blocks += self.blocks.allocate(
+            self._num_blocks(len(state.token_ids)) - num_hits, state.block_hashes[num_hits:]
+        )
         state.num_computed = match.num_tokens
-        state.num_published_blocks = len(match.blocks)
+        state.num_published_blocks = num_hits
         state.row = heapq.heappop(self._free_rows)
         state.decode_row = DecodeRow(state.request_id, state.row)
         state.status = Status.RUNNING
@@ -348,7 +351,8 @@ class Scheduler:
             return
         state.extend_hashes(self.limits.block_size)
         for place in range(state.num_published_blocks, num_full):
-            self.blocks.register(state.blocks[place], state.block_hashes[place])
+            parent = state.block_hashes[place - 1] if place else state.root
+            self.blocks.register(state.blocks[place], state.block_hashes[place], parent)
         state.num_published_blocks = num_full
 
     # -- ends

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.errors import ConfigError
 
@@ -14,6 +15,7 @@ class SchedulerConfig:
     Attributes:
       policy: order of waiting requests: arrival, or priority (lower first) and then arrival.
       decode_steps: fixes C; 0 adapts it.
+      eviction_policy: a name of `EVICTION_POLICIES`.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
       vocab_size: prompt token ids must be below it.
@@ -23,6 +25,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     decode_steps: int = 0
     enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
@@ -32,6 +35,10 @@ class SchedulerConfig:
         """Raises ConfigError for what cannot work on an executor with these limits."""
         if self.policy not in ("fcfs", "priority"):
             raise ConfigError(f"scheduling_policy is {self.policy!r}; choose 'fcfs' or 'priority'")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"eviction_policy is {self.eviction_policy!r}; choose one of {', '.join(EVICTION_POLICIES)}"
+            )
         if not 0 <= self.decode_steps <= limits.max_decode_steps:
             raise ConfigError(
                 f"decode_steps is {self.decode_steps}; it must be 0 (adaptive) to {limits.max_decode_steps}, "

@@ -43,6 +43,8 @@ class EngineConfig:
     """Token budget of a step: 512 on CPU, 8192 on GPU unless set."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt prefixes."""
+    eviction_policy: Literal["lru", "lfu", "fifo", "fifo_leaves", "aged_lfu"] = "lru"
+    """Which cached block is overwritten first; see control/eviction.py, aged_lfu.py for how each decides."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests: arrival, or the request's own priority (lower first), then arrival."""
     decode_steps: int = 0

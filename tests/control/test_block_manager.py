@@ -3,7 +3,6 @@
 import pytest
 
 from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
-from jaxkv.control.eviction import LRU
 from jaxkv.control.prefix_index import hash_blocks, root_hash
 
 ROOT = root_hash(b"model", None)
@@ -15,7 +14,7 @@ def hashes(count, first_token=0, block_size=4):
 
 def publish(manager, blocks, block_hashes):
     for block, block_hash in zip(blocks, block_hashes, strict=True):
-        assert manager.register(block, block_hash)
+        assert manager.register(block, block_hash, ROOT)
 
 
 def test_hands_out_every_block_once_and_never_the_null_block():
@@ -97,11 +96,26 @@ def test_shared_blocks_stay_owned_until_the_last_release():
     assert manager.num_free_without(match.blocks) == 3
 
 
+def test_a_stranded_block_is_handed_out_for_its_own_place():
+    manager = BlockManager(6, 4)
+    chain = manager.allocate(3)
+    publish(manager, chain, hashes(3))
+    manager.free(chain[:1])  # as a policy that takes parents first would have it
+    assert manager.allocate(3)[-1] == chain[0] and manager.num_evictions == 1
+    manager.free(chain[1:])
+    assert manager.match(hashes(3)).blocks == () and manager.num_free == 2
+    with pytest.raises(AssertionError, match="asked for 3 blocks"):
+        manager.allocate(3, hashes(3))
+    assert manager.allocate(2, hashes(3)[1:]) == chain[1:]
+    assert not manager.register(chain[1], hashes(3)[1], hashes(3)[0])  # it still is
+    assert manager.num_evictions == 1 and manager.num_cached == 0
+
+
 def test_second_block_with_equal_content_stays_private():
     manager = BlockManager(4, 4)
     first, second = manager.allocate(1), manager.allocate(1)
-    assert manager.register(first[0], hashes(1)[0])
-    assert not manager.register(second[0], hashes(1)[0])
+    assert manager.register(first[0], hashes(1)[0], ROOT)
+    assert not manager.register(second[0], hashes(1)[0], ROOT)
     assert manager.match(hashes(1)).blocks == tuple(first)
     manager.free(second)
     assert manager.num_cached == 0
@@ -112,7 +126,7 @@ def test_second_block_with_equal_content_stays_private():
     ("damage", "message"),
     [
         (lambda manager, blocks: manager.free(blocks + blocks), "freed more often"),
-        (lambda manager, blocks: manager.register(blocks[0] + 1, hashes(1)[0]), "not owned"),
+        (lambda manager, blocks: manager.register(blocks[0] + 1, hashes(1)[0], ROOT), "not owned"),
         (lambda manager, blocks: publish(manager, [blocks[0]] * 2, hashes(2)), "already indexed"),
     ],
 )
@@ -136,20 +150,9 @@ def test_misuse_is_caught_at_once(damage, message):
 def test_check_finds_corruption(damage, message):
     manager = BlockManager(6, 4)
     owned, cached = manager.allocate(1), manager.allocate(1)
-    manager.register(cached[0], hashes(1)[0])
+    manager.register(cached[0], hashes(1)[0], ROOT)
     manager.free(cached)
     manager.check([owned])
     damage(manager)
     with pytest.raises(AssertionError, match=message):
         manager.check([owned])
-
-
-def test_lru_is_a_queue_with_removal():
-    lru = LRU()
-    for block in (5, 3, 9):
-        lru.add(block)
-    lru.remove(3)
-    assert 3 not in lru and 9 in lru and len(lru) == 2
-    assert [lru.evict(), lru.evict()] == [5, 9]
-    with pytest.raises(KeyError):
-        lru.evict()

@@ -1,0 +1,21 @@
+"""Eviction policies by name."""
+
+from jaxkv.control.aged_lfu import AgedLFU
+from jaxkv.control.eviction import FIFO, LFU, LRU, EvictionPolicy
+
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "fifo_leaves", "aged_lfu")
+
+
+def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """An empty policy for a pool of `num_blocks` usable blocks."""
+    if name == "lru":
+        return LRU()
+    if name == "lfu":
+        return LFU()
+    if name == "fifo":
+        return FIFO()
+    if name == "fifo_leaves":
+        return FIFO(leaves_only=True)
+    if name == "aged_lfu":
+        return AgedLFU(num_blocks)
+    raise ValueError(f"Expected one of {', '.join(EVICTION_POLICIES)}, got {name!r}")

@@ -1,0 +1,154 @@
+"""Request traces: when requests came, how long they were, and which prefix blocks they share.
+
+Three public forms are read, plain or gzipped, and told apart by their content:
+
+  Mooncake (FAST'25)   JSON lines: `timestamp` in ms, input_length, output_length, hash_ids of 512-token blocks
+  Qwen-Bailian         JSON lines: `timestamp` in seconds, chat_id, ..., hash_ids of 16-token blocks
+  Azure LLM inference  CSV: TIMESTAMP (wall clock), ContextTokens, GeneratedTokens; no blocks
+
+A hash id names a block together with everything before it; the last id of a prompt may stand for a partial block.
+"""
+
+import csv
+import dataclasses
+import datetime
+import gzip
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from jaxkv.core.errors import UserError
+
+
+class TraceError(UserError):
+    """A trace that cannot be read; names file, line and what was expected."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One row of a trace.
+
+    Attributes:
+      arrival: seconds since the first row.
+      input_length / output_length: tokens.
+      block_ids: one for each block of the prompt, ceil(input_length / block_size) of them; None where unknown. Equal
+        ids mean equal whole prefixes.
+      chat_id / parent_chat_id: conversation links, where the trace has them.
+    """
+
+    arrival: float
+    input_length: int
+    output_length: int
+    block_ids: tuple[int, ...] | None = None
+    chat_id: int | None = None
+    parent_chat_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Rows in the file's order, and the tokens that one block id stands for (None without block ids)."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    block_size: int | None
+
+
+def read_trace(path: str | pathlib.Path, *, block_size: int | None = None, limit: int | None = None) -> Trace:
+    """Read a trace.
+
+    Args:
+      block_size: tokens a block id stands for; None takes the power of two that fits every row.
+      limit: read only that many rows.
+
+    Raises:
+      TraceError: a file of another form, a damaged row, or no block size that fits.
+    """
+    path = pathlib.Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8", newline="") as file:
+            requests = tuple(_rows(file, path.name, limit))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    if not requests:
+        raise TraceError(f"{path}: the trace has no rows")
+    if any(request.block_ids is None for request in requests):
+        return Trace(path.name, requests, None)
+    return Trace(path.name, requests, block_size or _fitting_block_size(requests, path.name))
+
+
+def full_block_ids(trace: Trace) -> Iterator[tuple[int, ...]]:
+    """Ids of each prompt's full blocks: what an engine that shares whole blocks can find."""
+    for request in trace.requests:
+        yield request.block_ids[: request.input_length // trace.block_size]
+
+
+def _rows(file: TextIO, name: str, limit: int | None) -> Iterator[TraceRequest]:
+    first_line = file.readline()
+    file.seek(0)
+    read = _csv_rows if first_line.upper().startswith("TIMESTAMP,") else _json_rows
+    start = None
+    for number, row in enumerate(read(file, name)):
+        if number == limit:
+            return
+        start = row.arrival if start is None else start
+        yield dataclasses.replace(row, arrival=row.arrival - start)
+
+
+def _json_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            in_seconds = "chat_id" in row
+            yield TraceRequest(
+                arrival=float(row["timestamp"]) / (1 if in_seconds else 1000),
+                input_length=int(row["input_length"]),
+                output_length=int(row["output_length"]),
+                block_ids=tuple(map(int, row["hash_ids"])) if "hash_ids" in row else None,
+                chat_id=row.get("chat_id"),
+                parent_chat_id=row.get("parent_chat_id"),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(
+                f"{name}, line {number}: expected a JSON object with timestamp, input_length, output_length and "
+                f"hash_ids ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _csv_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
+    for number, row in enumerate(csv.DictReader(file), 2):
+        try:
+            yield TraceRequest(
+                arrival=_wall_clock_seconds(row["TIMESTAMP"]),
+                input_length=int(row["ContextTokens"]),
+                output_length=int(row["GeneratedTokens"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(
+                f"{name}, line {number}: expected TIMESTAMP,ContextTokens,GeneratedTokens "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+
+def _wall_clock_seconds(text: str) -> float:
+    """Seconds since 1970 of "2023-11-16 18:15:46.6805900" (any number of digits, with or without an offset; UTC)."""
+    whole, _, rest = text.strip().partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    when = datetime.datetime.fromisoformat(whole + rest[len(digits) :])
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.UTC)
+    return when.timestamp() + (int(digits) / 10 ** len(digits) if digits else 0.0)
+
+
+def _fitting_block_size(requests: tuple[TraceRequest, ...], name: str) -> int:
+    """The largest power of two for which every row has ceil(input_length / block_size) ids."""
+    for block_size in (2**power for power in range(12, -1, -1)):
+        if all(-(-request.input_length // block_size) == len(request.block_ids) for request in requests):
+            return block_size
+    raise TraceError(
+        f"{name}: no power of two up to 4096 is a block size for which every row has ceil(input_length / block_size) "
+        "hash_ids; give block_size"
+    )
