@@ -26,8 +26,15 @@ class BlockManager:
       num_evictions: cached blocks that were overwritten, since the start.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, eviction: EvictionPolicy | None = None):
-        """`num_blocks` counts the null block, as in `ExecutorLimits`; `eviction` must be empty, None is LRU."""
+    def __init__(
+        self, num_blocks: int, block_size: int, eviction: EvictionPolicy | None = None, *, num_ghosts: int | None = None
+    ):
+        """
+        Args:
+          num_blocks: the null block included, as in `ExecutorLimits`.
+          eviction: an empty policy; None is LRU.
+          num_ghosts: most evicted hashes to remember; None is as many as there are blocks.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_usable = num_blocks - 1
@@ -35,6 +42,8 @@ class BlockManager:
         self._cached: EvictionPolicy = LRU() if eviction is None else eviction
         self._ref_count = [0] * num_blocks
         self._index = PrefixIndex()
+        self._ghosts: collections.OrderedDict[BlockHash, None] = collections.OrderedDict()
+        self._num_ghosts = self.num_usable if num_ghosts is None else num_ghosts
         self.num_evictions = 0
 
     @property
@@ -83,14 +92,25 @@ class BlockManager:
             block = self._free.pop()
         else:
             block = self._cached.evict()
-            self._index.remove(block)
+            self._ghosts[self._index.remove(block)] = None
+            if len(self._ghosts) > self._num_ghosts:
+                self._ghosts.popitem(last=False)
             self.num_evictions += 1
         self._ref_count[block] = 1
         return block
 
+    @property
+    def index(self) -> PrefixIndex:
+        """For lookups; blocks come and go through the manager."""
+        return self._index
+
     def match(self, hashes: Sequence[BlockHash]) -> MatchResult:
         """Longest findable prefix. Changes nothing: call `share` before anything else is allocated."""
         return self._index.match(hashes, self.block_size)
+
+    def was_evicted(self, block_hash: BlockHash) -> bool:
+        """Whether a block of this hash was overwritten, as far as the bounded list of ghosts remembers."""
+        return block_hash in self._ghosts
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these findable blocks; cached ones become owned again."""
@@ -113,14 +133,17 @@ class BlockManager:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, block_hash: BlockHash, parent: BlockHash) -> bool:
+    def register(
+        self, block: int, block_hash: BlockHash, parent: BlockHash, unsalted: BlockHash | None = None
+    ) -> bool:
         """Make an owned, full block findable; False when an equal one already is (another one then stays private).
 
-        `parent` is the hash of the block before it, or the root.
+        `parent` is the hash of the block before it, or the root; `unsalted` as in `PrefixIndex.add`.
         """
         assert self._ref_count[block] > 0, f"block {block} is registered but not owned"
-        added = self._index.add(block_hash, block)
+        added = self._index.add(block_hash, block, unsalted)
         if added:
+            self._ghosts.pop(block_hash, None)
             self._cached.insert(block, block_hash, parent)
         return added
 
@@ -136,6 +159,7 @@ class BlockManager:
         assert all(count >= 0 for count in self._ref_count), "a reference count is negative"
         assert all(block in self._index for block in cached), "a cached block cannot be found"
         assert not any(block in self._index for block in free), "a free block can still be found"
+        assert len(self._ghosts) <= self._num_ghosts, "more ghosts than allowed"
         self._index.check()
         if owners is not None:
             expected = collections.Counter(block for blocks in owners for block in blocks)

@@ -10,6 +10,8 @@ untrusted: a hash that can be steered would let one user read another's cache.
 """
 
 import array
+import bisect
+import collections
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -49,23 +51,60 @@ def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) ->
 
 
 class PrefixIndex:
-    """One block for a hash, one hash for a block."""
+    """One block for a hash, one hash for a block; and the heads of blocks, by the block before them.
+
+    The blocks that follow one parent are kept sorted by their tokens. Whatever the order of tokens is, the longest
+    common head with a prompt's next tokens is then held by one of the two neighbours of the place where these would
+    stand, so a lookup costs O(log n) comparisons of a block's bytes, however many blocks a crafted prompt has made
+    follow one parent.
+    """
 
     def __init__(self):
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
+        self._children: dict[BlockHash, list[tuple[bytes, int]]] = {}
+        self._head_of: dict[int, tuple[BlockHash, bytes]] = {}
+        self._unsalted_of: dict[int, BlockHash] = {}  # of the blocks under a salt
+        self._num_salted: collections.Counter[BlockHash] = collections.Counter()
 
-    def add(self, block_hash: BlockHash, block: int) -> bool:
-        """Make `block` findable; False, and nothing changes, when another block already stands for this hash."""
+    def add(self, block_hash: BlockHash, block: int, unsalted: BlockHash | None = None) -> bool:
+        """Make `block` findable; False, and nothing changes, when another block already stands for this hash.
+
+        `unsalted`: the hash that the same tokens have without a salt, when they have one.
+        """
         if block_hash in self._block_of:
             return False
         assert block not in self._hash_of, f"block {block} is already indexed under another hash"
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
+        if unsalted is not None:
+            self._unsalted_of[block] = unsalted
+            self._num_salted[unsalted] += 1
         return True
 
-    def remove(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+    def add_head(self, block: int, parent: BlockHash, tokens: bytes) -> None:
+        """Let a findable block, whose content is complete, be found by the head of its tokens too."""
+        assert block in self._hash_of and block not in self._head_of, f"block {block} has a head, or is not findable"
+        bisect.insort(self._children.setdefault(parent, []), (tokens, block))
+        self._head_of[block] = parent, tokens
+
+    def remove(self, block: int) -> BlockHash:
+        """Forget a block; returns its hash."""
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        head = self._head_of.pop(block, None)
+        if head is not None:
+            parent, tokens = head
+            children = self._children[parent]
+            del children[bisect.bisect_left(children, (tokens, block))]
+            if not children:
+                del self._children[parent]
+        unsalted = self._unsalted_of.pop(block, None)
+        if unsalted is not None:
+            self._num_salted[unsalted] -= 1
+            if not self._num_salted[unsalted]:
+                del self._num_salted[unsalted]
+        return block_hash
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._block_of.get(block_hash)
@@ -80,6 +119,22 @@ class PrefixIndex:
             blocks.append(block)
         return MatchResult(tuple(blocks), len(blocks) * block_size)
 
+    def match_head(self, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
+        """The block after `parent` whose head agrees longest with `tokens`, and the number of tokens that agree."""
+        children = self._children.get(parent)
+        if children is None:
+            return None
+        place = bisect.bisect_left(children, (tokens,))
+        found = max((num_common(tokens, child), block) for child, block in children[max(0, place - 1) : place + 1])
+        return (found[1], found[0]) if found[0] else None
+
+    def has_head(self, block: int) -> bool:
+        return block in self._head_of
+
+    def is_under_another_salt(self, unsalted: BlockHash) -> bool:
+        """Whether some block holds these tokens: for a hash that is not findable under its own salt."""
+        return unsalted in self._block_of or unsalted in self._num_salted
+
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
 
@@ -90,3 +145,20 @@ class PrefixIndex:
         assert len(self._block_of) == len(self._hash_of), "hashes and blocks are not one to one"
         for block, block_hash in self._hash_of.items():
             assert self._block_of.get(block_hash) == block, f"block {block} is indexed under a hash that is not its own"
+        heads = {(parent, *child) for parent, children in self._children.items() for child in children}
+        assert heads == {(parent, tokens, block) for block, (parent, tokens) in self._head_of.items()}, "heads differ"
+        assert all(children == sorted(children) for children in self._children.values()), "heads are out of order"
+        assert self._head_of.keys() <= self._hash_of.keys(), "a head belongs to no findable block"
+        assert self._num_salted == collections.Counter(self._unsalted_of.values()), "salted blocks are miscounted"
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens as `hash_blocks` hashes them: four bytes each."""
+    return array.array("i", token_ids).tobytes()
+
+
+def num_common(a: bytes, b: bytes) -> int:
+    """Length in tokens of the common head of two `token_bytes`."""
+    size = min(len(a), len(b))
+    differing = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (size - (differing.bit_length() + 7) // 8) // array.array("i").itemsize

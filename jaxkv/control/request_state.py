@@ -37,6 +37,7 @@ class RequestState:
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
+      unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
       num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
@@ -50,12 +51,14 @@ class RequestState:
     arrival: float
     token_ids: list[int]
     root: BlockHash
+    unsalted_root: BlockHash
     status: Status = Status.WAITING
     row: int = -1
     decode_row: DecodeRow | None = None
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_uploaded_blocks: int = 0
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
+    unsalted_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
@@ -103,8 +106,19 @@ class RequestState:
         """Hash the full blocks of known tokens that are not hashed yet."""
         num_hashed = len(self.block_hashes)
         if (num_hashed + 1) * block_size <= len(self.token_ids):
-            parent = self.block_hashes[-1] if num_hashed else self.root
-            self.block_hashes += hash_blocks(parent, self.token_ids[num_hashed * block_size :], block_size)
+            tokens = self.token_ids[num_hashed * block_size :]
+            self.block_hashes += hash_blocks(self.parent_hash(num_hashed), tokens, block_size)
+            if self.is_salted:
+                parent = self.unsalted_hashes[-1] if num_hashed else self.unsalted_root
+                self.unsalted_hashes += hash_blocks(parent, tokens, block_size)
+
+    @property
+    def is_salted(self) -> bool:
+        return self.request.cache_salt is not None
+
+    def parent_hash(self, place: int) -> BlockHash:
+        """Hash of the block before the one at `place`, or the root."""
+        return self.block_hashes[place - 1] if place else self.root
 
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""
@@ -163,6 +177,7 @@ def new_request_state(
         arrival=now if request.arrival_time is None else request.arrival_time,
         token_ids=list(request.prompt_token_ids),
         root=root_hash(config.cache_root, request.cache_salt),
+        unsalted_root=root_hash(config.cache_root, None),
     )
     if config.enable_prefix_caching:
         state.extend_hashes(limits.block_size)

@@ -15,7 +15,6 @@ head is never overtaken. Under the priority policy this holds among requests of 
 
 import bisect
 import collections
-import dataclasses
 import heapq
 import logging
 
@@ -23,7 +22,8 @@ from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.decode_steps import adaptive_decode_steps, ceil_power_of_two
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.prefix_index import MatchResult
+from jaxkv.control.flight import Flight, check_result
+from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
@@ -32,15 +32,6 @@ from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepRe
 from jaxkv.core.request import FinishReason, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Flight:
-    """One request's part of a submitted plan: KV tokens it adds, and most tokens it samples."""
-
-    state: RequestState
-    num_kv: int
-    num_sampled: int
 
 
 class Scheduler:
@@ -57,13 +48,18 @@ class Scheduler:
         self.limits = limits
         self.config = config
         self.stats = EngineStats() if stats is None else stats
-        eviction = make_eviction_policy(config.eviction_policy, limits.num_blocks - 1)
-        self.blocks = BlockManager(limits.num_blocks, limits.block_size, eviction)
+        self.blocks = BlockManager(
+            limits.num_blocks,
+            limits.block_size,
+            make_eviction_policy(config.eviction_policy, limits.num_blocks - 1),
+            num_ghosts=config.ghost_blocks,
+        )
+        self._prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
         self.waiting = WaitingQueue()
         self.running: list[RequestState] = []  # sorted by rank
         self._live: dict[str, RequestState] = {}
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
-        self._in_flight: collections.deque[tuple[int, list[_Flight]]] = collections.deque()
+        self._in_flight: collections.deque[tuple[int, list[Flight]]] = collections.deque()
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -116,7 +112,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, which must be submitted; None when nothing can run before an unread step is read."""
-        flights: list[_Flight] = []
+        flights: list[Flight] = []
         updates: list[RowUpdate] = []
         chunks: list[PrefillChunk] = []
         preemptions = self.stats.preemptions
@@ -131,11 +127,12 @@ class Scheduler:
         if self.stats.preemptions == preemptions:
             while self.waiting and self._free_rows and budget > 0 and len(chunks) < self.limits.max_prefill_seqs:
                 state = self.waiting.head()
-                match = self._match(state)
-                if not self._can_admit(state, match):
+                hit = self._admissible_hit(state)
+                if hit is None:
                     break
-                updates.append(self._admit(self.waiting.pop(), match, now))
+                updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
+        copies = self._prefixes.end_admissions()
         remaining = [state.num_remaining for state in decoding]
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
@@ -147,12 +144,13 @@ class Scheduler:
             state.num_in_flight += steps
             state.num_sampled_in_flight += steps
             state.num_plans_in_flight += 1
-            flights.append(_Flight(state, steps, steps))
+            flights.append(Flight(state, steps, steps))
         if not flights:
             return None
         plan = StepPlan(
             step_id=self._next_step_id,
             updates=tuple(updates),
+            block_copies=copies,
             prefill=tuple(chunks),
             decode=tuple([state.decode_row for state in decoding]),
             num_steps=num_steps,
@@ -201,60 +199,51 @@ class Scheduler:
         state.status = Status.WAITING
         self.waiting.push(state)
 
-    def _match(self, state: RequestState) -> MatchResult:
-        """Cached prefix of the known tokens, short of the last one: its logits are needed, so it is always computed."""
-        if not self.config.enable_prefix_caching:
-            return MatchResult((), 0)
-        state.extend_hashes(self.limits.block_size)
-        return self.blocks.match(state.block_hashes[: (len(state.token_ids) - 1) // self.limits.block_size])
+    def _admissible_hit(self, state: RequestState) -> PrefixHit | None:
+        """What the cache has for the request, if it can be admitted now.
 
-    def _can_admit(self, state: RequestState, match: MatchResult) -> bool:
-        """Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others.
-
-        One more block for every running row stays free: without it a request would be admitted only to be preempted as
-        soon as its elders grow.
+        Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others. One more
+        block for every running row stays free: without it a request would be admitted only to be preempted as soon as
+        its elders grow.
         """
         if state.num_plans_in_flight:  # preempted a moment ago: its next token is not known yet
-            return False
-        needed = self._num_blocks(len(state.token_ids)) - len(match.blocks)
+            return None
+        hit = self._prefixes.find(state)
         headroom = len(self.running) + 1 if self.running else 0
-        return self.blocks.num_free_without(match.blocks) - needed >= headroom
+        needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
+        if self.blocks.num_free_without(hit.used_blocks) >= needed:
+            return hit
+        hit = hit.without_head()  # the block to copy from may be the one that is missing
+        return hit if self.blocks.num_free_without(hit.used_blocks) >= needed else None
 
-    def _admit(self, state: RequestState, match: MatchResult, now: float) -> RowUpdate:
-        self.blocks.share(match.blocks)  # before allocating, which might evict them
-        state.blocks = list(match.blocks)
-        num_hits = len(match.blocks)
-        state.blocks += self.blocks.allocate(
-            self._num_blocks(len(state.token_ids)) - num_hits, state.block_hashes[num_hits:]
-        )
-        state.num_computed = match.num_tokens
-        state.num_published_blocks = num_hits
+    def _admit(self, state: RequestState, hit: PrefixHit, now: float) -> RowUpdate:
+        self._prefixes.take(state, hit, self._num_blocks(len(state.token_ids)))
         state.row = heapq.heappop(self._free_rows)
         state.decode_row = DecodeRow(state.request_id, state.row)
         state.status = Status.RUNNING
         bisect.insort(self.running, state, key=lambda other: other.rank)
         if state.first_scheduled is None:
             state.first_scheduled = now
-            state.num_cached_tokens = match.num_tokens
+            state.num_cached_tokens = hit.num_tokens
             self.stats.prompt_tokens += state.num_prompt_tokens
-            self.stats.cached_tokens += match.num_tokens
+            self.stats.cached_tokens += hit.num_tokens
             self.stats.queue_time.add(now - state.arrival)
         state.num_uploaded_blocks = len(state.blocks)
         return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
 
-    def _add_chunk(self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[_Flight]) -> int:
+    def _add_chunk(self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[Flight]) -> int:
         """Plan the next chunk of at most `budget` known tokens; returns its length."""
         start = state.num_scheduled
         end = min(start + budget, len(state.token_ids))
         is_last = end == len(state.token_ids)
         chunks.append(PrefillChunk(state.request_id, state.row, start, tuple(state.token_ids[start:end]), is_last))
-        flights.append(_Flight(state, end - start, int(is_last)))
+        flights.append(Flight(state, end - start, int(is_last)))
         state.num_in_flight += end - start
         state.num_sampled_in_flight += is_last
         state.num_plans_in_flight += 1
         state.is_decoding = is_last
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
-        self._publish(state, end)
+        self._prefixes.publish(state, end, planned=True)
         return end - start
 
     def _reserve_lookahead(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
@@ -300,7 +289,7 @@ class Scheduler:
     def update(self, result: StepResult) -> list[RequestOutput]:
         """Take in the oldest unread plan's result; returns news of the requests that it gave tokens to."""
         step_id, flights = self._in_flight.popleft()
-        _check_result(step_id, flights, result)
+        check_result(step_id, flights, result)
         now = result.timing.finished
         rows = iter(result.rows)
         block_size = self.limits.block_size
@@ -330,7 +319,7 @@ class Scheduler:
                 state.num_in_flight -= flight.num_kv
                 state.num_computed += num_kv
                 if state.num_computed // block_size > state.num_published_blocks:
-                    self._publish(state, state.num_computed)
+                    self._prefixes.publish(state, state.num_computed, planned=False)
             if row is not None:
                 reason = None
                 if row.stopped:
@@ -343,17 +332,6 @@ class Scheduler:
         self.stats.generated_tokens += num_generated
         self.stats.itl.extend(gaps)
         return outputs
-
-    def _publish(self, state: RequestState, num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens`, all of them known, findable."""
-        num_full = num_tokens // self.limits.block_size
-        if num_full <= state.num_published_blocks or not self.config.enable_prefix_caching:
-            return
-        state.extend_hashes(self.limits.block_size)
-        for place in range(state.num_published_blocks, num_full):
-            parent = state.block_hashes[place - 1] if place else state.root
-            self.blocks.register(state.blocks[place], state.block_hashes[place], parent)
-        state.num_published_blocks = num_full
 
     # -- ends
 
@@ -397,26 +375,3 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
-
-
-def _check_result(step_id: int, flights: list[_Flight], result: StepResult) -> None:
-    """A live row gets what was planned unless it stops: anything else means that host and device disagree.
-
-    Checked as a whole before any of it is used, so that no request ends without being told.
-    """
-    if result.step_id != step_id:
-        raise RuntimeError(f"Expected the result of step {step_id}, got {result.step_id=}: results come in order")
-    sampling = [flight for flight in flights if flight.num_sampled]
-    if len(sampling) != len(result.rows):
-        raise RuntimeError(f"Expected {len(sampling)} rows from step {step_id}, got {len(result.rows)}")
-    for flight, row in zip(sampling, result.rows, strict=True):
-        state, count = flight.state, len(row.token_ids)
-        if row.request_id != state.request.request_id:
-            raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
-        if state.status is Status.FINISHED or count == flight.num_sampled:
-            continue
-        if not (row.stopped and 0 < count < flight.num_sampled):
-            raise RuntimeError(
-                f"request {row.request_id} was to get {flight.num_sampled} tokens in step {step_id}, got {count} "
-                f"with {row.stopped=}"
-            )

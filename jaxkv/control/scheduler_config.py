@@ -15,6 +15,8 @@ class SchedulerConfig:
     Attributes:
       policy: order of waiting requests: arrival, or priority (lower first) and then arrival.
       decode_steps: fixes C; 0 adapts it.
+      share_partial_blocks: where a prompt agrees with the head of a cached block only, copy that head.
+      ghost_blocks: most evicted blocks remembered, to tell evicted from first seen; None is the size of the pool.
       eviction_policy: a name of `EVICTION_POLICIES`.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
@@ -25,7 +27,9 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     decode_steps: int = 0
     enable_prefix_caching: bool = True
+    share_partial_blocks: bool = True
     eviction_policy: str = "lru"
+    ghost_blocks: int | None = None
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
@@ -44,6 +48,8 @@ class SchedulerConfig:
                 f"decode_steps is {self.decode_steps}; it must be 0 (adaptive) to {limits.max_decode_steps}, "
                 "the executor's limit"
             )
+        if self.ghost_blocks is not None and self.ghost_blocks < 0:
+            raise ConfigError(f"ghost_blocks is {self.ghost_blocks}; it must be 0 or more")
         if limits.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks is {limits.num_blocks}; at least 2 are needed, the null block and one to use: raise "

@@ -45,6 +45,10 @@ class EngineConfig:
     """Share the KV blocks of equal prompt prefixes."""
     eviction_policy: Literal["lru", "lfu", "fifo", "fifo_leaves", "aged_lfu"] = "lru"
     """Which cached block is overwritten first; see control/eviction.py, aged_lfu.py for how each decides."""
+    share_partial_blocks: bool = True
+    """Where a prompt agrees only with the head of a cached block, copy that head and compute the rest."""
+    ghost_blocks: int | None = None
+    """Evicted blocks that the counters remember, to tell evicted from first seen; None is the size of the pool."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests: arrival, or the request's own priority (lower first), then arrival."""
     decode_steps: int = 0

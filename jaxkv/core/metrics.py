@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 
@@ -102,6 +103,48 @@ class RequestMetrics:
         return self.decode_time / (self.num_generated_tokens - 1) if self.num_generated_tokens > 1 else None
 
 
+class MissReason(enum.Enum):
+    """Why a prompt token had to be computed."""
+
+    FIRST_SEEN = "first_seen"  # its block is not remembered
+    EVICTED = "evicted"  # its block was cached and overwritten, or a block before it was
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # at the end of the prompt, in a block that it does not fill
+    SALT = "salt"  # cached, but under another cache_salt
+    NEEDS_LOGITS = "needs_logits"  # prompt log-probabilities are wanted: 0 until they exist
+    LAST_TOKEN = "last_token"  # of a wholly cached prompt: the next token needs its logits
+    RECOMPUTED = "recomputed"  # again, after a preemption
+
+
+class PrefixCacheStats:
+    """What requests found in the prefix cache, in tokens: hit + missed = queried.
+
+    A prompt is queried once, when it is first admitted. After a preemption only what must be computed again counts, as
+    queried and as missed; what is found again is no hit, since the request put it there itself.
+
+    Attributes:
+      hit_full_block: in blocks shared whole; hit_partial_block: in the copied head of a block.
+    """
+
+    def __init__(self):
+        self.queried = 0
+        self.hit_full_block = 0
+        self.hit_partial_block = 0
+        self.missed: dict[MissReason, int] = dict.fromkeys(MissReason, 0)
+
+    @property
+    def hit(self) -> int:
+        return self.hit_full_block + self.hit_partial_block
+
+    @property
+    def num_missed(self) -> int:
+        return sum(self.missed.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of queried tokens that were found; 0 before the first."""
+        return self.hit / self.queried if self.queried else 0.0
+
+
 class EngineStats:
     """Running totals since the start; the scheduler and the engine write them, anyone on their thread may read.
 
@@ -113,6 +156,7 @@ class EngineStats:
       preemptions: times a running request gave its blocks back.
       steps: plans made. decode_calls: plans that decode. loop_steps: how many decode calls had each C.
       itl: time between two deliveries to one request (one call may deliver several tokens; TPOT is the mean a token).
+      prefix_cache: what the prefix cache gave, and why not more; all zero when it is off.
       requests: the latest finished requests.
     """
 
@@ -128,6 +172,7 @@ class EngineStats:
         self.steps = 0
         self.decode_calls = 0
         self.loop_steps: collections.Counter[int] = collections.Counter()
+        self.prefix_cache = PrefixCacheStats()
         self.ttft = Samples(window)
         self.itl = Samples(window)
         self.e2e = Samples(window)

@@ -6,7 +6,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.control.prefix_index import PrefixIndex, hash_blocks, root_hash
+from jaxkv.control.prefix_index import PrefixIndex, hash_blocks, num_common, root_hash, token_bytes
 
 ROOT = root_hash(b"model", None)
 
@@ -51,6 +51,65 @@ def test_match_stops_at_the_first_gap():
     assert index.match([], 4).num_tokens == 0
     index.remove(7)
     assert index.match(hashes, 4).blocks == () and 7 not in index and len(index) == 2
+    index.check()
+
+
+def common_head(a, b):
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), max_size=6)
+
+
+@given(TOKENS, TOKENS)
+def test_common_tokens(a, b):
+    assert num_common(token_bytes(a), token_bytes(b)) == common_head(a, b)
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0, 1, 256])] * 4), unique=True, max_size=12), st.data())
+def test_longest_head_among_siblings(blocks, data):
+    """Against a search through all; also after some of them were removed."""
+    index = PrefixIndex()
+    for block, tokens in enumerate(blocks, 1):
+        (block_hash,) = hash_blocks(ROOT, tokens, 4)
+        assert index.add(block_hash, block)
+        index.add_head(block, ROOT, token_bytes(tokens))
+    gone = data.draw(st.sets(st.sampled_from(range(1, len(blocks) + 1)))) if blocks else set()
+    for block in gone:
+        assert index.remove(block) == hash_blocks(ROOT, blocks[block - 1], 4)[0]
+    index.check()
+    left = {block: tokens for block, tokens in enumerate(blocks, 1) if block not in gone}
+    prompt = data.draw(st.lists(st.sampled_from([0, 1, 256]), max_size=5))
+    longest = max((common_head(tokens, prompt) for tokens in left.values()), default=0)
+    found = index.match_head(ROOT, token_bytes(prompt))
+    if longest == 0:
+        assert found is None
+    else:
+        block, num_tokens = found
+        assert num_tokens == longest == common_head(left[block], prompt)
+    assert index.match_head(root_hash(b"other", None), token_bytes(prompt)) is None
+
+
+def test_a_head_among_100_000_siblings_is_found_quickly():
+    """As one user can bring about with many prompts that differ in their first block. Target: far below 1 ms."""
+    index, blocks = PrefixIndex(), [(7, number, 0, number) for number in range(100_000)]
+    for block, tokens in enumerate(blocks, 1):
+        index.add(b"%d" % block, block)
+        index.add_head(block, ROOT, token_bytes(tokens))
+    start = time.perf_counter()
+    for number in range(0, 100_000, 1000):
+        assert index.match_head(ROOT, token_bytes((7, number, 0, 5))) in [(number + 1, 3), (number + 1, 4)]
+    assert time.perf_counter() - start < 0.1
+
+
+def test_other_salts_are_noticed():
+    index, plain, salted = PrefixIndex(), hash_blocks(ROOT, range(4), 4)[0], b"salted"
+    index.add(salted, 1, unsalted=plain)
+    assert index.is_under_another_salt(plain)
+    index.remove(1)
+    assert not index.is_under_another_salt(plain)
+    index.add(plain, 2)
+    assert index.is_under_another_salt(plain)
     index.check()
 
 

@@ -158,7 +158,7 @@ def test_requests_of_one_step_share_their_common_prefix():
 def test_long_shared_prefix_is_computed_once_though_it_takes_several_steps():
     scheduler = make(num_blocks=1000, max_num_batched_tokens=16)
     for number in range(4):
-        add(scheduler, str(number), list(range(44)) + [100 + number] * 3)
+        add(scheduler, str(number), list(range(44)) + [100 + number] * 3)  # 44: whole blocks
     while any(not state.is_decoding for state in scheduler.running) or scheduler.waiting:
         run(scheduler)
     assert scheduler.stats.computed_tokens == 47 + 3 * 3
@@ -170,7 +170,9 @@ def test_the_last_token_of_a_cached_prompt_is_computed():
     run(scheduler, stop=["a"])
     add(scheduler, "b", list(range(8)))
     plan, _ = run(scheduler)
-    assert chunks(plan) == [("b", 4, 4, True)]
+    assert chunks(plan) == [("b", 7, 1, True)]
+    (copy,) = plan.block_copies
+    assert (copy.src, copy.dst, copy.num_tokens) == (2, plan.updates[0].blocks[1], 3) and copy.dst != 2
 
 
 def test_generated_tokens_are_shared_too():

@@ -23,10 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.prefix_index import hash_blocks
+from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.metrics import MissReason
 from jaxkv.core.plan import RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import FinishReason, Request, SamplingParams
 
@@ -86,6 +89,7 @@ class HistoryExecutor:
         used = [chunk.row for chunk in plan.prefill] + [entry.row for entry in plan.decode]
         assert len(set(used)) == len(used) and all(0 <= row < limits.max_num_seqs for row in used)
         self.num_submitted += 1
+        self._copy_blocks(plan.block_copies)
         for update in plan.updates:
             if update.admission is not None:
                 assert update.first_column == 0
@@ -124,6 +128,15 @@ class HistoryExecutor:
         results += [self._result(self.rows[entry.row], emitted[entry.row]) for entry in plan.decode]
         when = float(self.num_submitted)
         return StepResult(plan.step_id, tuple(results), StepTiming(submitted=when, finished=when))
+
+    def _copy_blocks(self, copies):
+        """Real executors copy some at a time, so that no source may be another copy's target."""
+        targets = [copy.dst for copy in copies]
+        assert len(set(targets)) == len(targets) and not {copy.src for copy in copies} & set(targets)
+        for copy in copies:
+            assert 0 < copy.num_tokens < self.limits.block_size and 0 < copy.dst < self.limits.num_blocks
+            for offset in range(copy.num_tokens):
+                self.slots[copy.dst, offset] = self.slots[copy.src, offset]
 
     def _write(self, request_id, row, start, tokens):
         salt = self.requests[request_id][0].cache_salt
@@ -199,6 +212,18 @@ class Driver:
                 if output.finish_reason is FinishReason.STOP and output.token_ids:
                     assert output.stop_token_id == output.token_ids[-1]
 
+    def check_counters(self):
+        stats = self.scheduler.stats
+        cache = stats.prefix_cache
+        assert cache.hit + cache.num_missed == cache.queried and min(cache.missed.values()) >= 0
+        if self.scheduler.config.enable_prefix_caching:
+            assert cache.queried - cache.missed[MissReason.RECOMPUTED] == stats.prompt_tokens
+            assert cache.hit == stats.cached_tokens
+        else:
+            assert cache.queried == 0
+        if not self.scheduler.config.share_partial_blocks:
+            assert cache.hit_partial_block == 0
+
     def end(self, request_id, reason):
         self.take([self.scheduler.finish(request_id, reason)])
         self.scheduler.check()
@@ -216,6 +241,7 @@ class Driver:
             assert plan is not None or self.in_flight, "stuck: requests wait and nothing runs"
             if plan is None or len(self.in_flight) == self.depth:
                 self.read()
+            self.check_counters()
         assert not self.scheduler.has_requests and not self.in_flight, "did not finish"
         assert set(self.reasons) == set(self.expected)
         for request_id, (tokens, reason) in self.expected.items():
@@ -261,9 +287,12 @@ def random_setup(rng):
         policy=rng.choice(["fcfs", "priority"]),
         decode_steps=rng.choice([0, 0, limits.max_decode_steps]),
         enable_prefix_caching=rng.random() < 0.8,
+        share_partial_blocks=rng.random() < 0.8,
+        eviction_policy=rng.choice(EVICTION_POLICIES),
+        ghost_blocks=rng.choice([None, 0, 2]),
         seed=rng.randrange(100),
     )
-    return limits, config, rng.choice([1, 2, 2])
+    return limits, config, rng.choice([1, 2, 2, 3])
 
 
 def add_random(driver, rng):
@@ -337,6 +366,7 @@ def test_any_order_of_operations_is_exact():
 def test_long_random_runs_are_exact():
     """Fewer surprises than hypothesis finds, but deep queues and thousands of steps on one pool."""
     forced = preemptions = shared = 0
+    cached_by, missed = [0, 0], dict.fromkeys(MissReason, 0)
     for seed in range(80):
         rng = random.Random(seed)
         driver = Driver(*random_setup(rng))
@@ -356,7 +386,14 @@ def test_long_random_runs_are_exact():
         driver.drain()
         preemptions += driver.scheduler.stats.preemptions
         shared += driver.scheduler.stats.cached_tokens
-    assert preemptions - forced > 100 and shared > 1000  # else the runs did not exercise what they are for
+        cache = driver.scheduler.stats.prefix_cache
+        cached_by[0] += cache.hit_full_block
+        cached_by[1] += cache.hit_partial_block
+        for reason, count in cache.missed.items():
+            missed[reason] += count
+    # Else the runs did not exercise what they are for.
+    assert preemptions - forced > 100 and shared > 1000 and min(cached_by) > 300
+    assert {reason for reason, count in missed.items() if count > 10} == set(MissReason) - {MissReason.NEEDS_LOGITS}
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -386,11 +423,20 @@ class BrokenScheduler(Scheduler):
     def add(self, request, now=0.0):
         super().add(dataclasses.replace(request, cache_salt=None) if self.mutation == "ignore_salt" else request, now)
 
-    def _match(self, state):
-        match = super()._match(state)
-        if self.mutation == "share_any_block" and self.running and not match.blocks:
-            match = dataclasses.replace(match, blocks=(self.running[0].blocks[0],), num_tokens=self.limits.block_size)
-        return match
+    def schedule(self, now=0.0):
+        plan = super().schedule(now)
+        if plan is not None and self.mutation == "forget_copies":
+            plan = dataclasses.replace(plan, block_copies=())
+        if plan is not None and self.mutation == "copy_too_little":
+            copies = tuple(dataclasses.replace(copy, num_tokens=copy.num_tokens - 1) for copy in plan.block_copies)
+            plan = dataclasses.replace(plan, block_copies=tuple(copy for copy in copies if copy.num_tokens))
+        return plan
+
+    def _admissible_hit(self, state):
+        hit = super()._admissible_hit(state)
+        if self.mutation == "share_any_block" and self.running and hit == PrefixHit():
+            hit = PrefixHit((self.running[0].blocks[0],), self.limits.block_size)
+        return hit
 
     def _release(self, state):
         if self.mutation == "free_twice" and len(state.blocks) > 1:
@@ -408,23 +454,38 @@ def hash_blocks_without_parent(parent, token_ids, block_size):
 
 
 @pytest.mark.parametrize(
-    "mutation", ["", "ignore_salt", "share_any_block", "free_twice", "forget_table_updates", "hash_without_parent"]
+    "mutation",
+    [
+        "",
+        "ignore_salt",
+        "share_any_block",
+        "free_twice",
+        "forget_table_updates",
+        "hash_without_parent",
+        "forget_copies",
+        "copy_too_little",
+        "copy_in_same_plan",
+    ],
 )
 def test_oracle_catches_mutants(mutation, monkeypatch):
-    limits = ExecutorLimits(40, 4, 4, 9, 2, 40, 8)
+    limits = ExecutorLimits(40, 4, 4, 30, 3, 40, 8)
     driver = Driver(limits, SchedulerConfig(seed=3), 2)
     driver.scheduler = BrokenScheduler(limits, SchedulerConfig(seed=3))
     driver.scheduler.mutation = mutation
     if mutation == "hash_without_parent":
         monkeypatch.setattr("jaxkv.control.request_state.hash_blocks", hash_blocks_without_parent)
+    if mutation == "copy_in_same_plan":
+        publish = PrefixSharing.publish
+        monkeypatch.setattr(PrefixSharing, "publish", lambda self, *args, planned: publish(self, *args, planned=False))
 
     def run():
         rng = random.Random(1)
-        for index in range(12):
+        for index in range(40):
             prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
             driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
-            driver.submit()
-            driver.read()
+            if index % 3 == 0:
+                driver.submit()
+                driver.read()
         driver.drain()
 
     if mutation:

@@ -193,7 +193,30 @@ def test_a_prefix_hit_changes_no_token_and_is_counted():
     for name in ("miss", "hit"):
         news = run_requests(engine, [Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=20))])[name]
         outputs.append((tokens_of(news), news[-1].num_cached_tokens))
-    assert outputs[0][0] == outputs[1][0] and [cached for _, cached in outputs] == [0, 96]
+    assert outputs[0][0] == outputs[1][0] and [cached for _, cached in outputs] == [0, 99]
+
+
+@pytest.mark.parametrize("num_common", [3, 16, 39, 63, 90])
+def test_a_copied_head_gives_the_tokens_of_a_cold_run(num_common):
+    """Another prompt with the same first tokens is cached: whole blocks are shared, the rest of the head is copied."""
+    config = tiny_llama()
+    prompt = random_tokens(100, seed=8)
+    other = prompt[:num_common] + tuple((token + 1) % config.vocab_size for token in prompt[num_common:])
+    sampling = SamplingParams(temperature=0.0, max_tokens=20)
+    outputs = []
+    for warm_up in ([], [other]):
+        engine = make_engine(config)
+        for number, tokens in enumerate(warm_up):
+            run_requests(engine, [Request(f"w{number}", tokens, sampling)])
+        news = run_requests(engine, [Request("a", prompt, sampling)])["a"]
+        outputs.append((tokens_of(news), news[-1].num_cached_tokens))
+        assert (engine.stats.prefix_cache.hit_partial_block > 0) == (bool(warm_up) and num_common % 16 > 0)
+        # What the copy was made into is the request's own: the prompt that it was copied from is still intact.
+        for tokens in warm_up:
+            again = run_requests(engine, [Request("again", tokens, sampling)])["again"]
+            cold = run_requests(make_engine(config), [Request("cold", tokens, sampling)])["cold"]
+            assert tokens_of(again) == tokens_of(cold) and again[-1].num_cached_tokens == 99
+    assert outputs[0][0] == outputs[1][0] and [cached for _, cached in outputs] == [0, num_common]
 
 
 def test_stop_ids_min_tokens_and_eos():

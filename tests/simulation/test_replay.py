@@ -66,9 +66,10 @@ def test_prefix_cache_lowers_ttft_and_is_reported():
     load = shared_prefix_load()
     cached = replay(load, LIMITS, SECONDS)
     plain = replay(load, LIMITS, SECONDS, SchedulerConfig(enable_prefix_caching=False))
-    # 12 of 15 full blocks of 240 tokens are common to all; only the first request computes them.
-    assert cached.hit_rate == pytest.approx(59 * 192 / (60 * 240))
-    assert cached.stats.computed_tokens == 60 * 240 - 59 * 192
+    # 200 of 240 tokens are common to all, 12 blocks and half of one; only the first request computes them.
+    assert cached.hit_rate == pytest.approx(59 * 200 / (60 * 240))
+    assert cached.stats.computed_tokens == 60 * 240 - 59 * 200
+    assert cached.stats.prefix_cache.hit_partial_block == 59 * 8
     assert plain.hit_rate == 0 and plain.stats.computed_tokens == 60 * 240
     assert cached.ttft.p50 < plain.ttft.p50 / 2
     assert cached.stats.generated_tokens == plain.stats.generated_tokens == sum(r.sampling.max_tokens for r in load)

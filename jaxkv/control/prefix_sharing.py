@@ -1,0 +1,156 @@
+"""What a request finds in the cache when it is admitted, what it leaves there, and the counters of both.
+
+    |<-- blocks shared whole -->|<- head copied ->|<------ computed ------>|
+    0                    a multiple of P      num_tokens            len(token_ids)
+
+The copied head is the part of one cached block that agrees with the prompt: it is copied into the request's own block
+(copy-on-write), and computing goes on behind it. The last token is always computed: its logits are needed.
+
+Inside a plan block copies run before prefill. So a block that is written in the plan under construction can be shared
+whole by others of that plan, but copied from only in later ones; and a block that is copied from stays owned until the
+plan is complete, or it might be the target of another copy.
+"""
+
+import dataclasses
+
+from jaxkv.control.block_manager import BlockManager
+from jaxkv.control.prefix_index import BlockHash, token_bytes
+from jaxkv.control.request_state import RequestState
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.metrics import MissReason, PrefixCacheStats
+from jaxkv.core.plan import BlockCopy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest cached prefix of a request's known tokens, short of the last one.
+
+    Attributes:
+      blocks: shared whole, in order; num_full_tokens: in them.
+      source / num_head_tokens: block whose head is to be copied behind them, or None and 0.
+      is_complete: the last token was found too.
+    """
+
+    blocks: tuple[int, ...] = ()
+    num_full_tokens: int = 0
+    source: int | None = None
+    num_head_tokens: int = 0
+    is_complete: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_full_tokens + self.num_head_tokens
+
+    @property
+    def used_blocks(self) -> tuple[int, ...]:
+        return self.blocks if self.source is None else (*self.blocks, self.source)
+
+    def without_head(self) -> "PrefixHit":
+        return dataclasses.replace(self, source=None, num_head_tokens=0)
+
+
+class PrefixSharing:
+    """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, stats: PrefixCacheStats):
+        self._is_enabled = config.enable_prefix_caching
+        self._share_partial = config.share_partial_blocks
+        self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._stats = stats
+        self._copies: list[BlockCopy] = []  # of the plan under construction
+        self._new_heads: list[tuple[int, BlockHash, bytes]] = []  # of blocks that it writes
+
+    def find(self, state: RequestState) -> PrefixHit:
+        """Changes nothing: `take` must follow before anything else is allocated."""
+        if not self._is_enabled:
+            return PrefixHit()
+        size, num_known = self._block_size, len(state.token_ids)
+        state.extend_hashes(size)
+        index = self._blocks.index
+        blocks = self._blocks.match(state.block_hashes[: num_known // size]).blocks
+        num_full = len(blocks) * size
+        source, num_head = None, 0
+        if num_full == num_known:  # even the last token: the last block is not shared, but copied but for that token
+            source, num_head = blocks[-1], size
+            blocks, num_full = blocks[:-1], num_full - size
+        elif self._share_partial:
+            tokens = token_bytes(state.token_ids[num_full : num_full + size])
+            source, num_head = index.match_head(state.parent_hash(len(blocks)), tokens) or (None, 0)
+        is_complete = num_full + num_head == num_known
+        num_head -= is_complete
+        if num_head == 0 or not self._share_partial or not index.has_head(source):
+            source, num_head = None, 0
+        return PrefixHit(blocks, num_full, source, num_head, is_complete)
+
+    def take(self, state: RequestState, hit: PrefixHit, num_blocks: int) -> None:
+        """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
+        if self._is_enabled:
+            self._count(state, hit)
+        self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
+        num_hits = len(hit.blocks)
+        own = self._blocks.allocate(num_blocks - num_hits, state.block_hashes[num_hits:])
+        state.blocks = [*hit.blocks, *own]
+        state.num_computed = hit.num_tokens
+        state.num_published_blocks = num_hits
+        if hit.source is not None:
+            self._copies.append(BlockCopy(hit.source, own[0], hit.num_head_tokens))
+
+    def publish(self, state: RequestState, num_tokens: int, *, planned: bool) -> None:
+        """Make the full blocks among the first `num_tokens`, all of them known, findable.
+
+        `planned`: the plan under construction writes them, not an earlier one.
+        """
+        size = self._block_size
+        num_full = num_tokens // size
+        if num_full <= state.num_published_blocks or not self._is_enabled:
+            return
+        state.extend_hashes(size)
+        for place in range(state.num_published_blocks, num_full):
+            block, parent = state.blocks[place], state.parent_hash(place)
+            unsalted = state.unsalted_hashes[place] if state.is_salted else None
+            if self._blocks.register(block, state.block_hashes[place], parent, unsalted) and self._share_partial:
+                head = block, parent, token_bytes(state.token_ids[place * size : (place + 1) * size])
+                if planned:
+                    self._new_heads.append(head)
+                else:
+                    self._blocks.index.add_head(*head)
+        state.num_published_blocks = num_full
+
+    def end_admissions(self) -> tuple[BlockCopy, ...]:
+        """The plan's block copies. What is allocated from here on may be their sources: it is written after them."""
+        copies, self._copies = tuple(self._copies), []
+        self._blocks.free([copy.src for copy in copies])
+        for head in self._new_heads:
+            self._blocks.index.add_head(*head)
+        self._new_heads.clear()
+        return copies
+
+    def _count(self, state: RequestState, hit: PrefixHit) -> None:
+        stats, num_known = self._stats, len(state.token_ids)
+        if state.first_scheduled is not None:
+            stats.queried += num_known - hit.num_tokens
+            stats.missed[MissReason.RECOMPUTED] += num_known - hit.num_tokens
+            return
+        stats.queried += num_known
+        stats.hit_full_block += hit.num_full_tokens
+        stats.hit_partial_block += hit.num_head_tokens
+        end = num_known
+        if hit.is_complete:
+            end -= 1
+            stats.missed[MissReason.LAST_TOKEN] += 1
+        start = hit.num_tokens
+        while start < end:
+            place = start // self._block_size
+            stop = min(end, (place + 1) * self._block_size)
+            stats.missed[self._reason(state, hit, place)] += stop - start
+            start = stop
+
+    def _reason(self, state: RequestState, hit: PrefixHit, place: int) -> MissReason:
+        if place == len(state.token_ids) // self._block_size or hit.is_complete:
+            return MissReason.SHORTER_THAN_BLOCK
+        block_hash = state.block_hashes[place]
+        if self._blocks.was_evicted(block_hash) or self._blocks.index.find(block_hash) is not None:
+            return MissReason.EVICTED
+        unsalted = state.unsalted_hashes[place] if state.is_salted else block_hash
+        return MissReason.SALT if self._blocks.index.is_under_another_salt(unsalted) else MissReason.FIRST_SEEN

@@ -1,0 +1,174 @@
+"""What is found, what is copied, and why the rest was missed."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.scheduler import Scheduler
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.metrics import MissReason
+from jaxkv.core.plan import BlockCopy, RowResult, StepResult, StepTiming
+from jaxkv.core.request import FinishReason, Request, SamplingParams
+
+LIMITS = ExecutorLimits(101, 4, 4, 64, 4, 64, 8)
+
+
+def make(config=SchedulerConfig(), **limits):
+    return Scheduler(dataclasses.replace(LIMITS, **limits), config)
+
+
+def serve(scheduler, prompt, salt=None, request_id="a", ends=True):
+    """Admit one request, read its first token and end it; returns (plan, cached tokens)."""
+    scheduler.add(Request(request_id, tuple(prompt), SamplingParams(max_tokens=20), cache_salt=salt))
+    plan = scheduler.schedule()
+    rows = tuple(RowResult(chunk.request_id, (5,)) for chunk in plan.prefill if chunk.is_last)
+    rows += tuple(RowResult(entry.request_id, (5,) * plan.num_steps) for entry in plan.decode)
+    outputs = scheduler.update(StepResult(plan.step_id, rows, StepTiming(0.0, 0.0)))
+    scheduler.check()
+    if ends:
+        scheduler.finish(request_id, FinishReason.STOP)
+    return plan, next(output.num_cached_tokens for output in outputs if output.request_id == request_id)
+
+
+def missed(scheduler):
+    """The non-zero reasons since the last call, and tokens hit by (full, partial) block."""
+    stats = scheduler.stats.prefix_cache
+    assert stats.hit + stats.num_missed == stats.queried
+    result = {reason.value: count for reason, count in stats.missed.items() if count}
+    hits = stats.hit_full_block, stats.hit_partial_block
+    stats.__init__()
+    return hits, result
+
+
+def test_first_seen_and_shorter_than_a_block():
+    scheduler = make()
+    assert serve(scheduler, range(10))[1] == 0
+    assert missed(scheduler) == ((0, 0), {"first_seen": 8, "shorter_than_block": 2})
+
+
+def test_the_head_of_a_block_is_copied_and_the_rest_computed():
+    scheduler = make()
+    first, _ = serve(scheduler, range(12))
+    missed(scheduler)
+    plan, cached = serve(scheduler, [*range(7), 50, 51, 52])
+    assert cached == 7 and plan.prefill[0].start == 7 and len(plan.prefill[0].token_ids) == 3
+    blocks = plan.updates[0].blocks
+    assert plan.block_copies == (BlockCopy(first.updates[0].blocks[1], blocks[1], 3),)
+    assert blocks[0] == first.updates[0].blocks[0]
+    assert missed(scheduler) == ((4, 3), {"first_seen": 1, "shorter_than_block": 2})
+
+
+def test_the_first_block_can_be_shared_in_part_too():
+    scheduler = make()
+    serve(scheduler, range(12))
+    plan, cached = serve(scheduler, [0, 1, 70])
+    assert cached == 2 and plan.block_copies[0].num_tokens == 2
+
+
+@pytest.mark.parametrize("length, full", [(12, 8), (11, 8), (9, 8), (8, 4)])
+def test_of_a_cached_prompt_only_the_last_token_is_computed(length, full):
+    scheduler = make()
+    serve(scheduler, range(12))
+    missed(scheduler)
+    plan, cached = serve(scheduler, range(length))
+    assert cached == length - 1 and len(plan.prefill[0].token_ids) == 1
+    assert missed(scheduler) == ((full, length - 1 - full), {"last_token": 1})
+
+
+def test_whole_blocks_only_when_asked():
+    scheduler = make(SchedulerConfig(share_partial_blocks=False))
+    serve(scheduler, range(12))
+    missed(scheduler)
+    assert serve(scheduler, [*range(7), 50])[1] == 4
+    assert missed(scheduler) == ((4, 0), {"first_seen": 4})
+    plan, cached = serve(scheduler, range(12))
+    assert cached == 8 and plan.block_copies == ()
+    assert missed(scheduler) == ((8, 0), {"last_token": 1, "shorter_than_block": 3})
+
+
+@pytest.mark.parametrize("salts", [("x", None), (None, "x"), ("x", "y")])
+def test_cached_under_another_salt(salts):
+    scheduler = make()
+    serve(scheduler, range(10), salts[0])
+    missed(scheduler)
+    plan, cached = serve(scheduler, range(10), salts[1])
+    assert cached == 0 and plan.block_copies == ()
+    assert missed(scheduler) == ((0, 0), {"salt": 8, "shorter_than_block": 2})
+    assert serve(scheduler, range(10), salts[0])[1] == 8
+
+
+@pytest.mark.parametrize("ghosts, reason", [(None, "evicted"), (3, "evicted"), (0, "first_seen")])
+def test_evicted_is_told_from_first_seen_as_far_as_ghosts_go(ghosts, reason):
+    scheduler = make(SchedulerConfig(ghost_blocks=ghosts), num_blocks=5, max_model_len=16, max_num_seqs=1)
+    serve(scheduler, range(12))
+    serve(scheduler, range(100, 115))
+    missed(scheduler)
+    assert serve(scheduler, range(12))[1] == 0
+    assert missed(scheduler) == ((0, 0), {reason: 12})
+
+
+def test_what_is_computed_again_after_a_preemption_is_no_hit():
+    scheduler = make()
+    serve(scheduler, range(10), ends=False)
+    missed(scheduler)
+    scheduler.preempt("a")
+    plan = scheduler.schedule()
+    assert plan.prefill[0].start == 8 and scheduler.stats.cached_tokens == 0
+    assert missed(scheduler) == ((0, 0), {"recomputed": 3})  # tokens 8 and 9, and the one generated
+
+
+def test_a_block_is_not_copied_from_in_the_plan_that_writes_it():
+    scheduler = make()
+    for name, tail in (("a", [4, 5, 6, 7]), ("b", [4, 5, 60])):
+        scheduler.add(Request(name, (0, 1, 2, 3, *tail), SamplingParams(max_tokens=4)))
+    plan = scheduler.schedule()
+    assert [chunk.start for chunk in plan.prefill] == [0, 4] and plan.block_copies == ()
+    # The next plan runs later, though the first is not read yet.
+    scheduler.add(Request("c", (0, 1, 2, 3, 4, 5, 80), SamplingParams(max_tokens=4)))
+    plan = scheduler.schedule()
+    assert plan.prefill[0].start == 6 and plan.block_copies[0].num_tokens == 2
+    scheduler.check()
+
+
+def test_a_head_is_not_worth_a_block_that_is_missing():
+    """Four blocks, all needed: the one to copy from must be overwritten, so the request starts without it."""
+    scheduler = make(num_blocks=5, max_model_len=16, max_num_seqs=1)
+    serve(scheduler, range(8))
+    plan, cached = serve(scheduler, [0, 1, *range(50, 63)])
+    assert cached == 0 and plan.block_copies == ()
+    serve(scheduler, range(8))
+    plan, cached = serve(scheduler, [0, 1, *range(70, 80)])
+    assert cached == 2 and plan.block_copies[0].num_tokens == 2
+
+
+def test_the_source_is_not_handed_out_before_the_plan_is_complete():
+    scheduler = make(num_blocks=8, max_model_len=16, max_num_seqs=3)
+    serve(scheduler, range(4))
+    scheduler.add(Request("b", (0, 1, 2, 90), SamplingParams(max_tokens=1)))
+    scheduler.add(Request("c", tuple(range(200, 212)), SamplingParams(max_tokens=1)))
+    plan = scheduler.schedule()
+    ((copy,), given) = plan.block_copies, [block for update in plan.updates for block in update.blocks]
+    assert copy.src not in given and copy.dst in given
+    scheduler.check()
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=2, max_size=6))
+def test_hits_are_the_longest_common_head_with_anything_before(prompts):
+    """With room for all and nothing in flight, `block_size` costs nothing but what stands in unfilled blocks."""
+    scheduler = make()
+    for number, prompt in enumerate(prompts):
+        common = 0
+        for earlier in prompts[:number]:
+            stored = earlier[: len(earlier) // 4 * 4]
+            same = next((i for i, (x, y) in enumerate(zip(stored, prompt)) if x != y), min(len(stored), len(prompt)))
+            common = max(common, same)
+        _, cached = serve(scheduler, prompt)
+        assert cached == min(common, len(prompt) - 1)
+    stats = scheduler.stats.prefix_cache
+    assert stats.hit == scheduler.stats.cached_tokens and stats.queried == scheduler.stats.prompt_tokens
+    assert stats.hit + stats.num_missed == stats.queried
+    assert stats.hit_rate == pytest.approx(stats.hit / stats.queried)
+    assert stats.missed[MissReason.NEEDS_LOGITS] == 0
