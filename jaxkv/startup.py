@@ -254,6 +254,7 @@ def _scheduler_config(
         share_partial_blocks=config.share_partial_blocks,
         eviction_policy=config.eviction_policy,
         ghost_blocks=config.ghost_blocks,
+        max_pinned_blocks=config.max_pinned_blocks,
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,

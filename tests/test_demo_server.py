@@ -75,7 +75,8 @@ def test_second_time_the_prompt_is_cached(client):
     second = client.completions.create(**asked)
     assert first.choices[0].text == second.choices[0].text
     cached, prompt = second.usage.prompt_tokens_details.cached_tokens, second.usage.prompt_tokens
-    assert cached == (prompt - 1) // 16 * 16 > 0
+    # Of the last block, which the answer may not have filled, nothing can be found.
+    assert cached == min(prompt - 1, (prompt + 3) // 16 * 16) > 0
 
 
 def test_more_requests_than_rows(client):

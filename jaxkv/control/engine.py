@@ -7,10 +7,10 @@ With two steps in flight the next one is planned and submitted while the device 
 """
 
 import collections
-import dataclasses
 import logging
 
 from jaxkv.control.executor import Executor, StepHandle
+from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import Clock, MonotonicClock
@@ -99,6 +99,11 @@ class Engine:
         return news
 
     @property
+    def pins(self) -> PinnedPrefixes:
+        """Prefixes to keep in the cache whatever comes."""
+        return self.scheduler.prefixes.pins
+
+    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
@@ -116,4 +121,4 @@ class Engine:
         self.failed = f"{type(error).__name__}: {error}"
         self._handles.clear()
         outputs = self.scheduler.abandon(FinishReason.ERROR, self.clock.now())
-        return [dataclasses.replace(output, error=self.failed) for output in outputs]
+        return [output._replace(error=self.failed) for output in outputs]

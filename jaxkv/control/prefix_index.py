@@ -128,6 +128,24 @@ class PrefixIndex:
         found = max((num_common(tokens, child), block) for child, block in children[max(0, place - 1) : place + 1])
         return (found[1], found[0]) if found[0] else None
 
+    def ancestors(self, block_hash: BlockHash) -> list[int]:
+        """Blocks from the first one that leads to this hash to its own; empty when it is not findable."""
+        chain = []
+        while (block := self._block_of.get(block_hash)) is not None:
+            chain.append(block)
+            block_hash = self._head_of[block][0]
+        return chain[::-1]
+
+    def descendants(self, root: BlockHash, most: int) -> list[int]:
+        """At most so many blocks that hang on a root, parents first."""
+        found: list[int] = []
+        parents = collections.deque([root])
+        while parents and len(found) < most:
+            children = [block for _, block in self._children.get(parents.popleft(), ())][: most - len(found)]
+            found += children
+            parents += [self._hash_of[block] for block in children]
+        return found
+
     def has_head(self, block: int) -> bool:
         return block in self._head_of
 

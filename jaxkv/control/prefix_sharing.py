@@ -14,6 +14,7 @@ plan is complete, or it might be the target of another copy.
 import dataclasses
 
 from jaxkv.control.block_manager import BlockManager
+from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import BlockHash, token_bytes
 from jaxkv.control.request_state import RequestState
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -50,7 +51,11 @@ class PrefixHit:
 
 
 class PrefixSharing:
-    """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`."""
+    """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`.
+
+    Attributes:
+      pins: prefixes that are kept whatever comes.
+    """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, stats: PrefixCacheStats):
         self._is_enabled = config.enable_prefix_caching
@@ -58,6 +63,7 @@ class PrefixSharing:
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._stats = stats
+        self.pins = PinnedPrefixes(blocks, config.cache_root, config.max_pinned_blocks)
         self._copies: list[BlockCopy] = []  # of the plan under construction
         self._new_heads: list[tuple[int, BlockHash, bytes]] = []  # of blocks that it writes
 
@@ -109,7 +115,8 @@ class PrefixSharing:
         for place in range(state.num_published_blocks, num_full):
             block, parent = state.blocks[place], state.parent_hash(place)
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-            if self._blocks.register(block, state.block_hashes[place], parent, unsalted) and self._share_partial:
+            if self._blocks.register(block, state.block_hashes[place], parent, unsalted):
+                self.pins.published(state.root, block)
                 head = block, parent, token_bytes(state.token_ids[place * size : (place + 1) * size])
                 if planned:
                     self._new_heads.append(head)

@@ -123,13 +123,13 @@ class RequestState:
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""
         return RequestOutput(
-            request_id=self.request.request_id,
-            token_ids=() if row is None else row.token_ids,
-            finish_reason=finish_reason,
-            stop_token_id=row.token_ids[-1] if row is not None and finish_reason is FinishReason.STOP else None,
-            logprobs=None if row is None else row.logprobs,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
-            num_cached_tokens=self.num_cached_tokens,
+            self.request.request_id,
+            () if row is None else row.token_ids,
+            finish_reason,
+            row.token_ids[-1] if finish_reason is FinishReason.STOP and row is not None else None,
+            None if row is None else row.logprobs,
+            len(self.request.prompt_token_ids),
+            self.num_cached_tokens,
         )
 
     def metrics(self, finish_reason: FinishReason, now: float) -> RequestMetrics:
@@ -152,7 +152,7 @@ def new_request_state(
     request: Request, limits: ExecutorLimits, config: SchedulerConfig, arrival_number: int, now: float
 ) -> RequestState:
     """State of a request that has just arrived. Raises RequestError when it can never be served."""
-    max_total_tokens = _max_total_tokens(request, limits)
+    max_total_tokens = _max_total_tokens(request, limits, config.max_pinned_blocks)
     # A stray id would fail on the device, where it takes every other request with it.
     if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= config.vocab_size:
         wrong = next(token for token in request.prompt_token_ids if not 0 <= token < config.vocab_size)
@@ -184,7 +184,7 @@ def new_request_state(
     return state
 
 
-def _max_total_tokens(request: Request, limits: ExecutorLimits) -> int:
+def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_blocks: int) -> int:
     """Prompt plus output at which the request ends: as asked, at most max_model_len.
 
     A max_tokens of None also stops at what the whole pool holds; one that asks for more than the pool holds is refused.
@@ -200,7 +200,7 @@ def _max_total_tokens(request: Request, limits: ExecutorLimits) -> int:
             f"{limits.max_model_len}. Shorten the prompt or raise max_model_len.",
             param="prompt",
         )
-    num_usable = limits.num_blocks - 1
+    num_usable = limits.num_blocks - 1 - max_pinned_blocks
     # The last token's KV is never computed, so one token more than the pool holds can be produced.
     pool_tokens = num_usable * limits.block_size + 1
     if max_tokens is None:
@@ -211,7 +211,7 @@ def _max_total_tokens(request: Request, limits: ExecutorLimits) -> int:
         raise RequestError(
             f"{num_prompt} prompt tokens and {total - num_prompt} output tokens need "
             f"{-(-(total - 1) // limits.block_size)} KV blocks of {limits.block_size} tokens, but the pool has "
-            f"{num_usable}. Shorten the prompt, lower max_tokens, or raise num_gpu_blocks_override, "
+            f"{num_usable}{f' beside {max_pinned_blocks} that may be pinned' if max_pinned_blocks else ''}. Shorten the prompt, lower max_tokens, or raise num_gpu_blocks_override, "
             "kv_cache_memory_bytes or gpu_memory_utilization.",
             param="prompt" if num_prompt + 1 > pool_tokens else "max_tokens",
         )

@@ -54,7 +54,7 @@ class Scheduler:
             make_eviction_policy(config.eviction_policy, limits.num_blocks - 1),
             num_ghosts=config.ghost_blocks,
         )
-        self._prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
+        self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
         self.waiting = WaitingQueue()
         self.running: list[RequestState] = []  # sorted by rank
         self._live: dict[str, RequestState] = {}
@@ -132,7 +132,7 @@ class Scheduler:
                     break
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
-        copies = self._prefixes.end_admissions()
+        copies = self.prefixes.end_admissions()
         remaining = [state.num_remaining for state in decoding]
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
@@ -208,7 +208,7 @@ class Scheduler:
         """
         if state.num_plans_in_flight:  # preempted a moment ago: its next token is not known yet
             return None
-        hit = self._prefixes.find(state)
+        hit = self.prefixes.find(state)
         headroom = len(self.running) + 1 if self.running else 0
         needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
         if self.blocks.num_free_without(hit.used_blocks) >= needed:
@@ -217,7 +217,7 @@ class Scheduler:
         return hit if self.blocks.num_free_without(hit.used_blocks) >= needed else None
 
     def _admit(self, state: RequestState, hit: PrefixHit, now: float) -> RowUpdate:
-        self._prefixes.take(state, hit, self._num_blocks(len(state.token_ids)))
+        self.prefixes.take(state, hit, self._num_blocks(len(state.token_ids)))
         state.row = heapq.heappop(self._free_rows)
         state.decode_row = DecodeRow(state.request_id, state.row)
         state.status = Status.RUNNING
@@ -243,7 +243,7 @@ class Scheduler:
         state.num_plans_in_flight += 1
         state.is_decoding = is_last
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
-        self._prefixes.publish(state, end, planned=True)
+        self.prefixes.publish(state, end, planned=True)
         return end - start
 
     def _reserve_lookahead(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
@@ -319,7 +319,7 @@ class Scheduler:
                 state.num_in_flight -= flight.num_kv
                 state.num_computed += num_kv
                 if state.num_computed // block_size > state.num_published_blocks:
-                    self._prefixes.publish(state, state.num_computed, planned=False)
+                    self.prefixes.publish(state, state.num_computed, planned=False)
             if row is not None:
                 reason = None
                 if row.stopped:
@@ -359,7 +359,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""
-        self.blocks.check(state.blocks for state in self.running)
+        self.blocks.check([state.blocks for state in self.running] + self.prefixes.pins.owners())
         rows = [state.row for state in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
         assert self.running == sorted(self.running, key=lambda state: state.rank), "running requests are out of order"

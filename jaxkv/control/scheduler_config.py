@@ -17,6 +17,7 @@ class SchedulerConfig:
       decode_steps: fixes C; 0 adapts it.
       share_partial_blocks: where a prompt agrees with the head of a cached block only, copy that head.
       ghost_blocks: most evicted blocks remembered, to tell evicted from first seen; None is the size of the pool.
+      max_pinned_blocks: most blocks that pinned prefixes may keep; no request may need more than the pool less these.
       eviction_policy: a name of `EVICTION_POLICIES`.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
@@ -30,6 +31,7 @@ class SchedulerConfig:
     share_partial_blocks: bool = True
     eviction_policy: str = "lru"
     ghost_blocks: int | None = None
+    max_pinned_blocks: int = 0
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
@@ -50,6 +52,11 @@ class SchedulerConfig:
             )
         if self.ghost_blocks is not None and self.ghost_blocks < 0:
             raise ConfigError(f"ghost_blocks is {self.ghost_blocks}; it must be 0 or more")
+        if not 0 <= self.max_pinned_blocks < max(1, limits.num_blocks - 1):
+            raise ConfigError(
+                f"max_pinned_blocks is {self.max_pinned_blocks}; it must be 0 or more and leave some of the "
+                f"{limits.num_blocks - 1} blocks of the pool to requests"
+            )
         if limits.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks is {limits.num_blocks}; at least 2 are needed, the null block and one to use: raise "

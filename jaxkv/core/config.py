@@ -49,6 +49,8 @@ class EngineConfig:
     """Where a prompt agrees only with the head of a cached block, copy that head and compute the rest."""
     ghost_blocks: int | None = None
     """Evicted blocks that the counters remember, to tell evicted from first seen; None is the size of the pool."""
+    max_pinned_blocks: int = 0
+    """Most blocks that pinned prefixes may keep from eviction; a request may use what the pool has beside these."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests: arrival, or the request's own priority (lower first), then arrival."""
     decode_steps: int = 0

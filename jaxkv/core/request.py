@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,7 @@ class TokenLogprobs:
     """(token id, logprob), likeliest first; as many as asked for."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """News of one request: tokens since the last news, and the end if it came.
 
     Attributes:

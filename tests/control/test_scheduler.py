@@ -492,3 +492,29 @@ def test_more_stop_ids_than_the_device_holds_are_refused():
     with pytest.raises(RequestError, match="4 ids would end the request.*at most 3"):
         scheduler.add(Request("does not", (5,), SamplingParams(stop_token_ids=(3, 4))))
     scheduler.add(Request("ignores", (5,), SamplingParams(stop_token_ids=(3, 4), ignore_eos=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decode_steps", "target"), [(1, 0.001), (8, 0.004)])
+def test_host_cost_of_a_step_with_256_rows(decode_steps, target):
+    """Target: 1 ms for schedule and update together, at C = 1. The best of many steps must keep it.
+
+    At C = 8 half of the rows fill a block in every step, which is then hashed and published.
+    """
+    limits = ExecutorLimits(100_001, 16, 256, 8192, 256, 4096, 8)
+    scheduler = Scheduler(limits, SchedulerConfig(decode_steps=decode_steps))
+    for number in range(256):
+        add(scheduler, str(number), list(range(number * 300, number * 300 + 200)), max_tokens=3000)
+    while scheduler.waiting or not all(state.is_decoding for state in scheduler.running):
+        scheduler.update(result_of(scheduler.schedule()))
+    seconds = []
+    for _ in range(200):
+        start = time.thread_time()
+        plan = scheduler.schedule()
+        planned = time.thread_time()
+        result = result_of(plan)
+        read = time.thread_time()
+        scheduler.update(result)
+        seconds.append(planned - start + time.thread_time() - read)
+    assert len(plan.decode) == 256
+    assert min(seconds) < target

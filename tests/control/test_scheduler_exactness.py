@@ -176,6 +176,7 @@ class Driver:
         self.in_flight = collections.deque()
         self.expected, self.got, self.reasons, self.plans = {}, {}, {}, []
         self.numbers = itertools.count()
+        self.pinned = set()
 
     def add(self, prompt, sampling, **fields):
         request_id = f"r{next(self.numbers)}"
@@ -232,6 +233,17 @@ class Driver:
         self.scheduler.preempt(request_id)
         self.scheduler.check()
 
+    def turn_pin(self, salt):
+        """Pin a salt, or unpin it."""
+        pins = self.scheduler.prefixes.pins
+        if salt in self.pinned:
+            pins.unpin_salt(salt)
+        else:
+            pins.pin_salt(salt)
+        self.pinned ^= {salt}
+        assert pins.num_blocks <= self.scheduler.config.max_pinned_blocks
+        self.scheduler.check()
+
     def drain(self):
         """Run to the end and compare all outputs. Every move is progress: a fixed bound suffices."""
         for _ in range(5000):
@@ -250,6 +262,8 @@ class Driver:
                 assert got == tokens[: len(got)]
             else:
                 assert (self.got[request_id], self.reasons[request_id]) == (tokens, reason)
+        for salt in tuple(self.pinned):
+            self.turn_pin(salt)
         blocks = self.scheduler.blocks
         assert blocks.num_free == blocks.num_usable, "blocks are still owned though nothing runs"
 
@@ -273,7 +287,8 @@ def random_setup(rng):
     block_size, rows = rng.choice([1, 2, 4]), rng.randint(1, 4)
     max_model_len = rng.randint(12, 40)
     # At least one request of the longest kind must fit: what can't is refused, which other tests cover.
-    num_blocks = 1 + -(-max_model_len // block_size) + rng.choice([0, 1, 3, 10])
+    pinned = rng.choice([0, 0, 3])
+    num_blocks = 1 + -(-max_model_len // block_size) + rng.choice([0, 1, 3, 10]) + pinned
     limits = ExecutorLimits(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -290,6 +305,7 @@ def random_setup(rng):
         share_partial_blocks=rng.random() < 0.8,
         eviction_policy=rng.choice(EVICTION_POLICIES),
         ghost_blocks=rng.choice([None, 0, 2]),
+        max_pinned_blocks=pinned,
         seed=rng.randrange(100),
     )
     return limits, config, rng.choice([1, 2, 2, 3])
@@ -338,6 +354,10 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, data):
         self.driver.preempt(data.draw(st.sampled_from(self.driver.scheduler.running)).request_id)
 
+    @rule(salt=st.sampled_from([None, "a"]))
+    def turn_pin(self, salt):
+        self.driver.turn_pin(salt)
+
     @invariant()
     def count(self):
         type(self).num_steps += 1
@@ -379,6 +399,8 @@ def test_long_random_runs_are_exact():
             elif move < 0.19 and driver.scheduler.running:
                 driver.preempt(rng.choice(driver.scheduler.running).request_id)
                 forced += 1
+            elif move < 0.2:
+                driver.turn_pin(rng.choice([None, "a"]))
             elif move < 0.6:
                 driver.submit()
             else:
@@ -445,7 +467,7 @@ class BrokenScheduler(Scheduler):
 
     def _upload_blocks(self, state):
         update = super()._upload_blocks(state)
-        return dataclasses.replace(update, blocks=()) if self.mutation == "forget_table_updates" else update
+        return update._replace(blocks=()) if self.mutation == "forget_table_updates" else update
 
 
 def hash_blocks_without_parent(parent, token_ids, block_size):
