@@ -116,7 +116,7 @@ class Scheduler:
         updates: list[RowUpdate] = []
         chunks: list[PrefillChunk] = []
         preemptions = self.stats.preemptions
-        decoding = self._reserve_decode_rows()
+        decoding, remaining = self._reserve_decode_rows()
         budget = self.limits.max_num_batched_tokens - len(decoding)
         for state in self.running:
             if budget <= 0 or len(chunks) == self.limits.max_prefill_seqs:
@@ -133,7 +133,6 @@ class Scheduler:
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
         copies = self.prefixes.end_admissions()
-        remaining = [state.num_remaining for state in decoding]
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
         for state, left in zip(decoding, remaining, strict=True):
@@ -165,19 +164,24 @@ class Scheduler:
             self.stats.loop_steps[num_steps] += 1
         return plan
 
-    def _reserve_decode_rows(self) -> list[RequestState]:
-        """Requests that decode in this plan, each with the block that its next token is written to."""
+    def _reserve_decode_rows(self) -> tuple[list[RequestState], list[int]]:
+        """Requests that decode in this plan, each with the block that its next token is written to, and how many
+        tokens each may still produce."""
         block_size = self.limits.block_size
-        decoding = []
+        decoding, remaining = [], []
         for state in self.running.copy():  # victims come later in this order, so none is in `decoding` already
-            if not state.is_decoding or state.status is not Status.RUNNING or state.num_remaining <= 0:
+            if not state.is_decoding or state.status is not Status.RUNNING:
+                continue
+            left = state.num_remaining
+            if left <= 0:
                 continue
             if (state.num_computed + state.num_in_flight) // block_size == len(state.blocks):
                 if self.blocks.num_free == 0 and not self._make_room(state):
                     continue
                 state.blocks += self.blocks.allocate(1)
             decoding.append(state)
-        return decoding
+            remaining.append(left)
+        return decoding, remaining
 
     def _make_room(self, needer: RequestState) -> bool:
         """Preempt the cheapest request of a worse rank; failing that the needer itself, then False.
