@@ -211,7 +211,8 @@ def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_block
         raise RequestError(
             f"{num_prompt} prompt tokens and {total - num_prompt} output tokens need "
             f"{-(-(total - 1) // limits.block_size)} KV blocks of {limits.block_size} tokens, but the pool has "
-            f"{num_usable}{f' beside {max_pinned_blocks} that may be pinned' if max_pinned_blocks else ''}. Shorten the prompt, lower max_tokens, or raise num_gpu_blocks_override, "
+            f"{num_usable}{f' beside {max_pinned_blocks} that may be pinned' if max_pinned_blocks else ''}. "
+            "Shorten the prompt, lower max_tokens, or raise num_gpu_blocks_override, "
             "kv_cache_memory_bytes or gpu_memory_utilization.",
             param="prompt" if num_prompt + 1 > pool_tokens else "max_tokens",
         )

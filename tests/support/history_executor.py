@@ -1,0 +1,144 @@
+"""An executor that remembers what every block holds.
+
+It keeps, for each slot, the token, position and cache salt whose K/V were written there, and asserts at every attention
+that a row sees exactly its own history. Tokens are a function of the whole history.
+"""
+
+import dataclasses
+import zlib
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.core.plan import RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.core.request import FinishReason, Request
+
+VOCAB = 5
+
+
+def next_token(history, seed, forbidden=()):
+    token = zlib.crc32(bytes(history) + seed.to_bytes(4, "little")) % VOCAB
+    while token in forbidden:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def naive_generate(request, seed, limits):
+    """Output tokens and finish reason by full recompute, one request at a time."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    longest = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size + 1)
+    if sampling.max_tokens is not None:
+        longest = min(limits.max_model_len, len(prompt) + sampling.max_tokens)
+    history = list(prompt)
+    while True:
+        early = len(history) - len(prompt) < sampling.min_tokens
+        history.append(next_token(history, seed, sampling.stop_token_ids if early else ()))
+        if history[-1] in sampling.stop_token_ids:
+            return tuple(history[len(prompt) :]), FinishReason.STOP
+        if len(history) == longest:
+            return tuple(history[len(prompt) :]), FinishReason.LENGTH
+
+
+@dataclasses.dataclass
+class Row:
+    admission: object
+    table: dict[int, int]
+    request_id: str | None = None
+    last_token: int = -1
+    seq_len: int = 0  # tokens with K/V
+    emitted: int = 0
+    active: bool = False
+
+
+class HistoryExecutor:
+    """Runs each plan when it is submitted; `salts` and `histories` are what the tests know of each request."""
+
+    def __init__(self, limits: ExecutorLimits):
+        self.limits = limits
+        self.slots = {}  # (block, offset) -> (token, position, salt)
+        self.rows: dict[int, Row] = {}
+        self.requests: dict[str, tuple[Request, tuple[int, ...]]] = {}  # with prompt + naive output
+        self.num_submitted = 0
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        limits = self.limits
+        assert plan.step_id == self.num_submitted
+        assert sum(len(c.token_ids) for c in plan.prefill) + len(plan.decode) <= limits.max_num_batched_tokens
+        assert len(plan.prefill) <= limits.max_prefill_seqs
+        assert 0 <= plan.num_steps <= limits.max_decode_steps and bool(plan.num_steps) == bool(plan.decode)
+        used = [chunk.row for chunk in plan.prefill] + [entry.row for entry in plan.decode]
+        assert len(set(used)) == len(used) and all(0 <= row < limits.max_num_seqs for row in used)
+        self.num_submitted += 1
+        self._copy_blocks(plan.block_copies)
+        for update in plan.updates:
+            if update.admission is not None:
+                assert update.first_column == 0
+                self.rows[update.row] = Row(update.admission, {})
+            row = self.rows[update.row]
+            for column, block in enumerate(update.blocks, update.first_column):
+                assert 0 < block < limits.num_blocks and column * limits.block_size < limits.max_model_len
+                assert column not in row.table or update.admission is not None, "a column is written twice"
+                row.table[column] = block
+        results = []
+        for chunk in plan.prefill:  # all writes of a call come before its first read
+            self._write(chunk.request_id, self.rows[chunk.row], chunk.start, chunk.token_ids)
+        for chunk in plan.prefill:
+            row = self.rows[chunk.row]
+            row.request_id, row.seq_len = chunk.request_id, chunk.start + len(chunk.token_ids)
+            assert not row.active and len(chunk.token_ids) > 0
+            history = self._attend(row)
+            if chunk.is_last:
+                row.active = True
+                results.append(self._result(row, [self._sample(row, history)]))
+        kv_tokens = sum(self.rows[entry.row].seq_len + 1 for entry in plan.decode)
+        if all(self.rows[entry.row].active for entry in plan.decode):
+            assert plan.decode_kv_tokens == kv_tokens
+        emitted = {entry.row: [] for entry in plan.decode}
+        for entry in plan.decode:
+            assert self.rows[entry.row].request_id == entry.request_id
+        for _ in range(plan.num_steps):
+            active = [entry.row for entry in plan.decode if self.rows[entry.row].active]
+            for index in active:
+                row = self.rows[index]
+                self._write(row.request_id, row, row.seq_len, (row.last_token,))
+                row.seq_len += 1
+            for index in active:
+                row = self.rows[index]
+                emitted[index].append(self._sample(row, self._attend(row)))
+        results += [self._result(self.rows[entry.row], emitted[entry.row]) for entry in plan.decode]
+        when = float(self.num_submitted)
+        return StepResult(plan.step_id, tuple(results), StepTiming(submitted=when, finished=when))
+
+    def _copy_blocks(self, copies):
+        """Real executors copy some at a time, so that no source may be another copy's target."""
+        targets = [copy.dst for copy in copies]
+        assert len(set(targets)) == len(targets) and not {copy.src for copy in copies} & set(targets)
+        for copy in copies:
+            assert 0 < copy.num_tokens < self.limits.block_size and 0 < copy.dst < self.limits.num_blocks
+            for offset in range(copy.num_tokens):
+                self.slots[copy.dst, offset] = self.slots[copy.src, offset]
+
+    def _write(self, request_id, row, start, tokens):
+        salt = self.requests[request_id][0].cache_salt
+        for position, token in enumerate(tokens, start):
+            block = row.table[position // self.limits.block_size]
+            self.slots[block, position % self.limits.block_size] = (token, position, salt)
+
+    def _attend(self, row):
+        request, history = self.requests[row.request_id]
+        size = self.limits.block_size
+        seen = [self.slots.get((row.table[p // size], p % size)) for p in range(row.seq_len)]
+        expected = [(history[p], p, request.cache_salt) for p in range(row.seq_len)]
+        assert seen == expected, f"request {row.request_id} sees {seen} in place of {expected}"
+        return [token for token, _, _ in seen]
+
+    def _sample(self, row, history):
+        admission = row.admission
+        forbidden = admission.stop_ids if row.emitted < admission.min_new_tokens else ()
+        row.last_token = next_token(history, admission.sampling.seed, forbidden)
+        row.emitted += 1
+        row.active = row.last_token not in admission.stop_ids and row.emitted < admission.max_new_tokens
+        return row.last_token
+
+    def _result(self, row, tokens):
+        stopped = bool(tokens) and tokens[-1] in row.admission.stop_ids
+        exhausted = bool(tokens) and row.emitted == row.admission.max_new_tokens
+        return RowResult(row.request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
