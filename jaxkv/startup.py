@@ -24,7 +24,7 @@ from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, geometric_buckets
 from jaxkv.loading.resolve import ModelSource, resolve_model
-from jaxkv.loading.weights import load_config, load_weights
+from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels import dispatch
 
@@ -35,6 +35,8 @@ MAX_DECODE_STEPS = 8
 # prompt's KV must not depend on how it was cut into chunks.
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_SEQS = 16
+# Each is computed, kept and copied for every token of a call.
+_MOST_LOGPROBS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> S
     tokenizer = timed("tokenizer", load_tokenizer, source, config.tokenizer, config.chat_template)
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = _resolve_defaults(config, model_config, platform)
+    check_checkpoint(source, model_config)  # before minutes of compiling
     _use_compilation_cache(config)
 
     programs, memory = timed("compile", _plan_and_compile, config, model_config, platform, progress)
@@ -100,6 +103,8 @@ def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> S
 
 def _check(config: EngineConfig) -> None:
     """Settings that are wrong whatever the model and device."""
+    if not config.model:
+        raise ConfigError("model is empty: name a model, e.g. demo")
     if config.dtype not in DTYPES:
         raise ConfigError(f"dtype is {config.dtype!r}; choose one of {', '.join(DTYPES)}")
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -117,8 +122,8 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"decode_steps is {config.decode_steps}; it must be 0 (adaptive) to {MAX_DECODE_STEPS}")
     if config.enforce_eager and config.decode_steps > 1:
         raise ConfigError(f"decode_steps is {config.decode_steps}, but enforce_eager runs one step a call: leave one out")
-    if config.max_logprobs < 1:
-        raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be at least 1")
+    if not 1 <= config.max_logprobs <= _MOST_LOGPROBS:
+        raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be 1 to {_MOST_LOGPROBS}")
 
 
 def _reserve_gpu_memory(config: EngineConfig) -> None:
@@ -190,12 +195,15 @@ def _plan_and_compile(
 ) -> tuple[Programs, MemoryPlan]:
     """Blocks and executables. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
     available = available_memory()
+    itemsize = jnp.dtype(config.dtype).itemsize
+    # Less than there will be: a row's float32 logits, a token's widest activation. Enough to refuse what is hopeless.
+    per_seq, per_token = 4 * model.vocab_size, itemsize * model.intermediate_size
     needs = MemoryNeeds(
-        weights=model.num_parameters() * jnp.dtype(config.dtype).itemsize,
+        weights=model.num_parameters() * itemsize,
         kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
-        temporaries=0,
-        # float32 logits, three copies alive at once while sampling, and the hidden state
-        temporaries_per_seq=4 * (3 * model.vocab_size + model.hidden_size),
+        temporaries=max(per_seq * config.max_num_seqs, per_token * config.max_num_batched_tokens),
+        temporaries_per_seq=per_seq,
+        temporaries_per_token=per_token,
     )
 
     def plan(needs: MemoryNeeds) -> MemoryPlan:

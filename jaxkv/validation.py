@@ -31,6 +31,7 @@ def checked_sampling(
     Raises:
       RequestError: naming the field, its value and what is allowed.
     """
+    _check_types(params)
     room = _check_prompt(prompt_token_ids, vocab_size, max_model_len, None if clip else params.max_tokens)
     if params.min_tokens > room:
         raise RequestError(
@@ -101,6 +102,26 @@ def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int,
             param="max_tokens",
         )
     return room
+
+
+def _check_types(params: SamplingParams) -> None:
+    """A wrong type would fail later, in the engine, where it takes every other request with it."""
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if field.name in ("temperature", "top_p", "min_p"):
+            ok, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+        elif field.name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            ok, wanted = isinstance(value, bool), "a bool"
+        elif field.name in ("stop", "stop_token_ids"):
+            item = str if field.name == "stop" else int
+            ok = isinstance(value, list | tuple) and all(isinstance(entry, item) for entry in value)
+            wanted = f"a tuple of {item.__name__}"
+        else:
+            optional = field.name in ("max_tokens", "seed", "logprobs")
+            ok = (isinstance(value, int) and not isinstance(value, bool)) or (optional and value is None)
+            wanted = "an integer or None" if optional else "an integer"
+        if not ok:
+            raise RequestError(f"{field.name} is {value!r}; it must be {wanted}", param=field.name)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

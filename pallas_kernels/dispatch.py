@@ -32,4 +32,5 @@ def resolve(implementation: str | None, *, block_size: int) -> tuple[str, str]:
         support = supports(name, block_size=block_size)
         if support.ok:
             return name, support.reason
-    raise ValueError(f"attention_implementation={implementation!r} can't run: {support.reason}")
+    asked = "" if implementation is None else f"attention_implementation={implementation!r} can't run: "
+    raise ValueError(asked + support.reason)

@@ -11,14 +11,14 @@ import jax
 from absl import app, flags, logging
 from tqdm.auto import tqdm
 
-from jaxkv.core.errors import UserError
+from jaxkv.core.errors import ConfigError, UserError
 from jaxkv.loading.convert import convert
 from jaxkv.loading.resolve import resolve_model
 
 _MODEL = flags.DEFINE_string(
     "model", "demo", "`demo`, a Hugging Face repo id, a folder of safetensors or a .gguf file."
 )
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write; must not exist or be empty.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write; must not exist or be empty.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Stored dtype; auto keeps the checkpoint's own."
 )
@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     progress = _TerminalProgress()
     try:
+        if not _OUTPUT.value:
+            raise ConfigError("--output is missing: name the folder to write")
         source = resolve_model(
             _MODEL.value, revision=_REVISION.value, download_dir=_DOWNLOAD_DIR.value, progress=progress
         )

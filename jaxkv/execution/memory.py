@@ -21,14 +21,15 @@ class MemoryNeeds:
     Attributes:
       weights: bytes of the weights as kept on the device.
       kv_per_token: bytes of one token's KV in all layers.
-      temporaries: biggest temporary of any step function, from the compiler; 0 while unknown.
-      temporaries_per_seq: the part of it that grows with max_num_seqs (logits and hidden states of a row), estimated.
+      temporaries: biggest temporary of any step function, from the compiler; until it has run, a lower bound.
+      temporaries_per_seq / temporaries_per_token: lower bounds of what a row and a prefill token add to it.
     """
 
     weights: int
     kv_per_token: int
     temporaries: int
     temporaries_per_seq: int
+    temporaries_per_token: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def plan_memory(
     wanted_blocks = -(-max_model_len // block_size)
 
     if (num_blocks + 1) * block_bytes > left:
-        raise ConfigError(_does_not_fit(config, needs, available, num_blocks, block_size, block_bytes, platform))
+        raise ConfigError(_does_not_fit(config, needs, available, num_blocks, block_size, platform, model_limit))
     if num_blocks < wanted_blocks:
         setting = "gpu_memory_utilization or kv_cache_memory_bytes" if platform == "gpu" else "kv_cache_memory_bytes"
         lower = f"lower max_model_len to at most {num_blocks * block_size:,}, or " if num_blocks else ""
@@ -142,11 +143,11 @@ def _does_not_fit(
     available: int,
     num_blocks: int,
     block_size: int,
-    block_bytes: int,
     platform: str,
+    model_limit: int,
 ) -> str:
-    left = available - needs.weights - needs.temporaries
-    most_blocks = max(left // block_bytes - 1, 0)
+    block_bytes = block_size * needs.kv_per_token
+    most_blocks = max((available - needs.weights - needs.temporaries) // block_bytes - 1, 0)
     what = (
         f"the engine needs {human_bytes(needs.weights)} for weights, {human_bytes(needs.temporaries)} for temporaries "
         f"and {human_bytes((num_blocks + 1) * block_bytes)} for {num_blocks:,} KV blocks, but "
@@ -155,11 +156,15 @@ def _does_not_fit(
     if most_blocks >= 1:
         pool = "num_gpu_blocks_override" if config.num_gpu_blocks_override is not None else "kv_cache_memory_bytes"
         most = most_blocks if config.num_gpu_blocks_override is not None else _exact((most_blocks + 1) * block_bytes)
-        return f"{what}: lower {pool} to at most {most} (max_model_len at most {most_blocks * block_size:,})"
+        longest = min(most_blocks * block_size, model_limit)
+        return f"{what}: lower {pool} to at most {most} (max_model_len at most {longest:,})"
     # Even one block is too much: only fewer temporaries or a smaller model help.
-    for_rows = available - needs.weights - 2 * block_bytes
-    rows = for_rows // needs.temporaries_per_seq if needs.temporaries and needs.temporaries_per_seq else 0
-    knob = "raise gpu_memory_utilization, " if platform == "gpu" else ""
-    if rows > 0:
-        return f"{what}: {knob}lower max_num_seqs to at most about {rows:,}, or lower max_num_batched_tokens"
-    return f"{what}: {knob}take a smaller model or dtype"
+    room = available - needs.weights - 2 * block_bytes
+    advice = ["raise gpu_memory_utilization"] if platform == "gpu" and config.gpu_memory_utilization < 1 else []
+    for name, each in (
+        ("max_num_seqs", needs.temporaries_per_seq),
+        ("max_num_batched_tokens", needs.temporaries_per_token),
+    ):
+        if 0 < room // each < getattr(config, name):
+            advice.append(f"lower {name} to less than {room // each:,}")
+    return f"{what}: {', '.join(advice) or 'take a smaller model or dtype'}"

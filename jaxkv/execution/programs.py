@@ -158,9 +158,12 @@ class Programs:
     def build(self, work: Sequence[Work], progress: Progress, stage: str) -> None:
         """Compile the step functions of `work` that are not built yet."""
         # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        try:
             for done, _ in enumerate(pool.map(lambda item: self._executable(*item), work), start=1):
                 progress.update(stage, done, len(work))
+        finally:  # an interrupt does not wait for compilations that nobody wants any more
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def temporaries(self) -> int:
         """Bytes of the biggest temporary of what is built, from the compiler's own memory analysis."""

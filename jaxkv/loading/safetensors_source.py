@@ -104,8 +104,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+            found = f"a header of {length} bytes in a file of {size} bytes" if length >= 0 else f"only {size} bytes"
             raise CheckpointError(
-                f"{path}: truncated or no safetensors file: a header of {length} bytes in a file of {size} bytes. "
+                f"{path}: truncated or no safetensors file: {found}. "
                 "If it begins with 'version https://git-lfs', fetch the real file with git lfs pull."
             )
         try:

@@ -78,6 +78,22 @@ def open_tensors(source: ModelSource) -> TensorSource:
     return GGUFSource(source.path) if source.kind == "gguf" else SafetensorsSource(source.path)
 
 
+def check_checkpoint(source: ModelSource, config: ModelConfig) -> None:
+    """Raises CheckpointError when tensors are missing, extra, misshapen or cut off; reads headers only."""
+    if source.kind != "orbax":  # Orbax tells while it restores
+        expected = {hf_name(p.path): p for p in _parameters(_abstract_model(config, "float32", None))}
+        _check(open_tensors(source), expected, config.tie_word_embeddings)
+
+
+def _abstract_model(config: ModelConfig, dtype: str, max_model_len: int | None) -> Llama:
+    return nnx.eval_shape(lambda: Llama(config, dtype=np.dtype(dtype), max_model_len=max_model_len))
+
+
+def _parameters(model: Llama) -> list[_Parameter]:
+    variables = nnx.to_flat_state(nnx.split(model)[1])
+    return [_Parameter(path, v.get_value().shape, v.get_value().dtype) for path, v in variables]
+
+
 def load_weights(
     source: ModelSource,
     config: ModelConfig,
@@ -99,10 +115,10 @@ def load_weights(
     Resident host memory above that before the call stays under the weights in `dtype` (where the device is the host)
     plus the largest tensor plus 10 %. Raises CheckpointError listing missing, extra and misshapen tensors.
     """
-    model = nnx.eval_shape(lambda: Llama(config, dtype=np.dtype(dtype), max_model_len=max_model_len))
+    model = _abstract_model(config, dtype, max_model_len)
     graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
-    parameters = [_Parameter(path, v.get_value().shape, v.get_value().dtype) for path, v in variables.items()]
+    parameters = _parameters(model)
     total = sum(p.num_bytes for p in parameters)
     placement = {p.name: sharding(p.name, p.shape) if sharding else None for p in parameters}
     log.info("Loading %s: %d tensors, %.1f MB in %s", source.description, len(parameters), total / 1e6, dtype)

@@ -52,7 +52,18 @@ class Serving:
         if name is not None and name not in self.model_names:
             raise RequestError(f"The model `{name}` does not exist.", param="model", status=404)
 
+    def check_length(self, text: str) -> None:
+        """Refuse, before the work of tokenising it, a text that cannot fit however well it is tokenised."""
+        longest = self.max_model_len * self.tokenizer.longest_token
+        if len(text) > longest:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, at most {longest} characters. "
+                f"However, your prompt has {len(text)} characters. Please reduce the length of the input prompt.",
+                param="input_tokens",
+            )
+
     async def encode(self, text: str, add_special_tokens: bool) -> Prompt:
+        self.check_length(text)
         if len(text) <= _INLINE_CHARACTERS:
             return Prompt(text, tuple(self.tokenizer.encode(text, add_special_tokens)))
         ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
@@ -75,6 +86,7 @@ class Serving:
 
         def run() -> Prompt:
             text = self.tokenizer.apply_chat_template([message.plain() for message in messages], **arguments)
+            self.check_length(text)
             return Prompt(text, tuple(self.tokenizer.encode(text, add_special_tokens)))
 
         return await asyncio.to_thread(run)

@@ -42,6 +42,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.token_bytes = ByteTokens(fast, origin)
         """Indexed by token id: its bytes."""
+        self.longest_token = max(len(self.token_bytes[i]) for i in range(fast.get_vocab_size(with_added_tokens=True)))
+        """Bytes of the longest token; a text of n characters has at least n / longest_token tokens."""
         self.special_ids = frozenset(i for i, t in fast.get_added_tokens_decoder().items() if t.special)
         """Ids of control tokens, which skip_special_tokens leaves out."""
         self.bos_token_id = self._id("bos_token")
@@ -75,7 +77,8 @@ class Tokenizer:
           RequestError: the text is not valid Unicode (a lone surrogate).
         """
         try:
-            ids = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch form works without the interpreter's lock: a long text holds up no other thread.
+            ids = self.fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
         if add_special_tokens:

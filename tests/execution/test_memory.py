@@ -10,7 +10,13 @@ from jaxkv.core.errors import ConfigError
 from jaxkv.execution.memory import GiB, MemoryNeeds, MemoryPlan, plan_memory
 
 MiB = 2**20
-NEEDS = MemoryNeeds(weights=500 * MiB, kv_per_token=40_000, temporaries=100 * MiB, temporaries_per_seq=MiB)
+NEEDS = MemoryNeeds(
+    weights=500 * MiB,
+    kv_per_token=40_000,
+    temporaries=100 * MiB,
+    temporaries_per_seq=MiB,
+    temporaries_per_token=50_000,
+)
 
 
 def plan(
@@ -100,10 +106,12 @@ def test_raising_the_pool_as_told_works(kv_per_token):
 def test_lowering_the_pool_as_told_works(available, kv_per_token):
     needs = dataclasses.replace(NEEDS, kv_per_token=kv_per_token)
     config = EngineConfig(kv_cache_memory_bytes=4 * GiB, max_model_len=64)
-    text = refusal(config, needs=needs, available=available)
+    text = refusal(config, needs=needs, available=available, limit=10**9)
     assert "500.00 MiB for weights, 100.00 MiB for temporaries" in text
     told = number_after(text, "lower kv_cache_memory_bytes to at most")
     smaller = plan(dataclasses.replace(config, kv_cache_memory_bytes=told), needs=needs, available=available)
+    # Never more than the model allows: that advice would be refused in turn.
+    assert number_after(refusal(config, needs=needs, available=available, limit=100), "max_model_len at most") == 100
     longest = number_after(text, "max_model_len at most")
     # The suggestion is the largest that fits, not just any.
     assert smaller.num_tokens == longest and told + 16 * kv_per_token > available - 600 * MiB
@@ -133,9 +141,12 @@ def test_a_pool_without_a_single_block():
 
 
 def test_no_room_for_a_single_block():
+    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=512)
     for platform, knob in (("cpu", "take a smaller model or dtype"), ("gpu", "raise gpu_memory_utilization")):
-        text = refusal(EngineConfig(), platform=platform, available=400 * MiB)
+        text = refusal(config, platform=platform, available=400 * MiB)
         assert knob in text and "500.00 MiB for weights" in text and "400.00 MiB are available" in text
-    # Weights fit, temporaries do not: fewer rows.
-    text = refusal(EngineConfig(), available=550 * MiB)
-    assert 40 <= number_after(text, "lower max_num_seqs to at most about") <= 50
+    # Weights fit, temporaries do not: the setting that is to blame is named, with what would do, and no other.
+    text = refusal(dataclasses.replace(config, max_num_seqs=100), platform="cpu", available=550 * MiB)
+    assert number_after(text, "lower max_num_seqs to less than") == 48 and "max_num_batched_tokens" not in text
+    text = refusal(dataclasses.replace(config, max_num_batched_tokens=10**9), platform="cpu", available=550 * MiB)
+    assert number_after(text, "lower max_num_batched_tokens to less than") == 1022 and "max_num_seqs" not in text

@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets an OpenAI error object with the right status, and never a 5xx."""
 
 import json
+import time
 
 import pytest
 
@@ -208,3 +209,16 @@ def test_a_template_variable_may_have_any_name(server):
     names = {name: 1 for name in ("self", "args", "kwargs", "cls", "environment", "variables", "caller", "loop")}
     body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": names}
     assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server):
+    text = "hello world " * 1_000_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"prompt": text}),
+    ):
+        begin = time.monotonic()
+        error = error_of(server.http.post(path, json=body), 400)
+        assert time.monotonic() - begin < 5  # tokenising 12 MB takes 13 s
+        assert "maximum context length" in error["message"] and "characters" in error["message"]

@@ -1,0 +1,33 @@
+"""Values of the wrong type are refused before they reach the engine, where they would take every request with them."""
+
+import dataclasses
+
+import pytest
+
+from jaxkv.core.errors import RequestError
+from jaxkv.core.request import SamplingParams
+from jaxkv.validation import checked_sampling
+
+LIMITS = {"vocab_size": 100, "max_model_len": 64, "max_logprobs": 5}
+WRONG = {
+    "max_tokens": [1.5, "3", True], "temperature": ["x", None, True], "top_p": ["1", None], "top_k": [1.0, None],
+    "min_p": ["0"], "seed": [1.5, "s", False], "stop": ["text", (1,), None], "stop_token_ids": [(1.5,), 3, ("a",)],
+    "include_stop_str_in_output": [1], "ignore_eos": [None, 0], "min_tokens": [0.5, None], "logprobs": [True, 2.0],
+    "skip_special_tokens": ["yes"],
+}  # fmt: skip
+
+
+def test_every_field_is_covered():
+    assert WRONG.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_types_are_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name) as error:
+        checked_sampling(dataclasses.replace(SamplingParams(), **{name: value}), (1, 2), **LIMITS)
+    assert error.value.param == name
+
+
+def test_right_types_pass():
+    params = SamplingParams(temperature=1, top_p=1, stop=("a",), stop_token_ids=[3], logprobs=None, max_tokens=None)
+    assert checked_sampling(params, (1, 2), **LIMITS).temperature == 1
