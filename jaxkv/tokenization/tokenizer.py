@@ -77,8 +77,7 @@ class Tokenizer:
           RequestError: the text is not valid Unicode (a lone surrogate).
         """
         try:
-            # The batch form works without the interpreter's lock: a long text holds up no other thread.
-            ids = self.fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the prompt is not valid Unicode text: {error}", param="prompt") from error
         if add_special_tokens:

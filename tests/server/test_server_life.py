@@ -158,7 +158,7 @@ def test_long_prompts_are_tokenised_off_the_event_loop(serve, monkeypatch):
         return encode(*args)
 
     monkeypatch.setattr(server.tokenizer, "encode", spy)
-    server.post("/v1/completions", prompt="word " * 2000)
+    server.post("/v1/completions", prompt="word " * 300)
     server.post("/v1/completions", prompt="word")
     server.post("/v1/chat/completions", messages=MESSAGES)
     assert [thread is server._thread for thread in threads] == [False, True, False]
