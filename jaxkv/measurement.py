@@ -134,30 +134,31 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
 
     def main(argv: Sequence[str]) -> int:
         if len(argv) > 1:
-            print(f"{program}: unexpected argument {argv[1]!r}", file=sys.stderr)
+            sys.stderr.write(f"{program}: unexpected argument {argv[1]!r}\n")
             return EXIT_USER_ERROR
         report = Report(program, config())
         report.console.quiet = flags.FLAGS.json_only
         try:
             measure(report)
         except UserError as error:
-            print(f"{program}: {error}", file=sys.stderr)
+            sys.stderr.write(f"{program}: {error}\n")
             return EXIT_USER_ERROR
         except AbsentError as error:
-            print(f"{program}: {error}", file=sys.stderr)
+            sys.stderr.write(f"{program}: {error}\n")
             return EXIT_ABSENT
         report.print_table()
         text = json.dumps(report.document())
         if flags.FLAGS.json_out:
             Path(flags.FLAGS.json_out).write_text(text + "\n", encoding="utf-8")
-        print(text, flush=True)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
         return EXIT_DONE if report.ok else EXIT_CHECK_FAILED
 
     def parse(argv: list[str]) -> list[str]:
         try:
             return flags.FLAGS(argv)
         except flags.Error as error:
-            print(f"{program}: {error}", file=sys.stderr)
+            sys.stderr.write(f"{program}: {error}\n")
             sys.exit(EXIT_USER_ERROR)
 
     app.run(main, flags_parser=parse)

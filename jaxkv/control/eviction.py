@@ -1,5 +1,6 @@
 """Which cached block to give up first. A policy sees only blocks that the prefix index can find."""
 
+import abc
 import collections
 import heapq
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class LRU:
         return block in self._order
 
 
-class Ranked:
+class Ranked(abc.ABC):
     """Smallest rank first, where a block's rank is fixed at its release: a heap whose outdated entries are skipped.
 
     With `leaves_only` a block stays as long as a block that continues it does. Subclasses say `rank`, and may extend
@@ -82,9 +83,9 @@ class Ranked:
         self._block_of: dict[BlockHash, int] = {}
         self._num_children: collections.Counter[BlockHash] = collections.Counter()
 
+    @abc.abstractmethod
     def rank(self, block: int) -> tuple[int, ...]:
         """Called once at each release."""
-        raise NotImplementedError
 
     def forget(self, block: int) -> None:
         """The block is evicted."""

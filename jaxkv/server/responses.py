@@ -1,5 +1,6 @@
 """Builds the OpenAI API's response objects, whole ones and stream chunks, from token deltas."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class Usage:
         }
 
 
-class Responses:
+class Responses(abc.ABC):
     """The format of one API; `CompletionResponses` and `ChatResponses` fill it in.
 
     Args:
@@ -85,15 +86,17 @@ class Responses:
             "id": self.response_id, "object": name, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
 
+    @abc.abstractmethod
     def first_chunks(self) -> list[dict[str, Any]]:
         """Chunks that come before any token."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def choice(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole choice out of all its deltas."""
 
+    @abc.abstractmethod
     def chunk_choice(self, delta: TokenDelta) -> dict[str, Any]:
-        raise NotImplementedError
+        """The choice in the stream's chunk for one delta."""
 
 
 def _end(deltas: Sequence[TokenDelta]) -> dict[str, Any]:
