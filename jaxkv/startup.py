@@ -1,5 +1,6 @@
 """From an EngineConfig to a running engine: find the model, plan the memory, compile, load."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import logging
@@ -22,7 +23,7 @@ from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
-from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, geometric_buckets
+from jaxkv.execution.programs import Programs, ProgramShapes, WarmUp, abstract_model, geometric_buckets
 from jaxkv.loading.resolve import ModelSource, resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
@@ -46,7 +47,8 @@ class StartedEngine:
     Attributes:
       config: the settings with every None and "auto" resolved.
       name: the model's short name.
-      seconds: how long each stage of the start took.
+      warm_up: how many executables were built, how many of them out of the compilation cache, in what time.
+      seconds: how long each stage of the start took; "load" runs beside "compile".
     """
 
     engine: Engine
@@ -54,6 +56,7 @@ class StartedEngine:
     model_config: ModelConfig
     config: EngineConfig
     memory: MemoryPlan
+    warm_up: WarmUp
     name: str
     seconds: dict[str, float]
 
@@ -85,20 +88,30 @@ def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> S
     check_checkpoint(source, model_config)  # before minutes of compiling
     _use_compilation_cache(config)
 
-    programs, memory = timed("compile", _plan_and_compile, config, model_config, platform, progress)
+    programs, memory = timed("plan", _plan, config, model_config, platform, progress)
     for line in memory.lines():
         log.info("%s", line)
     config = dataclasses.replace(
         config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks
     )
     _tell_fixed_rope_base(model_config, memory.max_model_len)
-    model = timed("load", load_weights, source, model_config, dtype=config.dtype, progress=progress)
-    weights = tuple(jax.tree.leaves(nnx.state(model)))
+    # Reading files and compiling wait for different things: side by side they take two seconds less.
+    loader = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        model = loader.submit(
+            timed, "load", load_weights, source, model_config, dtype=config.dtype, progress=progress
+        )
+        if not config.enforce_eager:
+            timed("compile", programs.compile, progress)
+        weights = tuple(jax.tree.leaves(nnx.state(model.result())))
+    finally:  # an interrupt does not wait for what nobody wants any more
+        loader.shutdown(wait=False, cancel_futures=True)
+    _tell_warm_up(programs.warm_up, config)
 
     clock = MonotonicClock()
-    executor = JaxExecutor(programs, weights, clock)
+    executor = JaxExecutor(programs, weights, clock, fail_on_recompile=config.fail_on_recompile)
     engine = Engine(executor, _scheduler_config(config, model_config, tokenizer, source), clock=clock)
-    return StartedEngine(engine, tokenizer, model_config, config, memory, source.name, seconds)
+    return StartedEngine(engine, tokenizer, model_config, config, memory, programs.warm_up, source.name, seconds)
 
 
 def _check(config: EngineConfig) -> None:
@@ -122,6 +135,8 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"decode_steps is {config.decode_steps}; it must be 0 (adaptive) to {MAX_DECODE_STEPS}")
     if config.enforce_eager and config.decode_steps > 1:
         raise ConfigError(f"decode_steps is {config.decode_steps}, but enforce_eager runs one step a call: leave one out")
+    if config.enforce_eager and config.fail_on_recompile:
+        raise ConfigError("fail_on_recompile is set, but enforce_eager compiles all the time: leave one out")
     if not 1 <= config.max_logprobs <= _MOST_LOGPROBS:
         raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be 1 to {_MOST_LOGPROBS}")
 
@@ -190,10 +205,15 @@ def _use_compilation_cache(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _plan_and_compile(
+def _tell_warm_up(warm_up: WarmUp, config: EngineConfig) -> None:
+    cached = f", {warm_up.from_cache} of them out of {config.compilation_cache_dir}" if config.compilation_cache_dir else ""
+    log.info("warm-up: %d executables in %.1f s%s", warm_up.executables, warm_up.seconds, cached)
+
+
+def _plan(
     config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
 ) -> tuple[Programs, MemoryPlan]:
-    """Blocks and executables. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
+    """Blocks, and the step functions for them, partly built. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
     available = available_memory()
     itemsize = jnp.dtype(config.dtype).itemsize
     # Less than there will be: a row's float32 logits, a token's widest activation. Enough to refuse what is hopeless.
@@ -223,8 +243,6 @@ def _plan_and_compile(
     # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
     if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
         programs = _programs(config, model, with_temporaries)
-    if not config.enforce_eager:
-        programs.compile(progress)
     return programs, with_temporaries
 
 

@@ -32,7 +32,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, temporaries and KV together."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool. Unset: on GPU what gpu_memory_utilization leaves; on CPU a quarter of the free memory, at most 2 GiB."""
+    """Bytes for the KV pool. Unset: on GPU what gpu_memory_utilization leaves; on CPU a quarter of the free memory, at most 1 GiB."""
     num_gpu_blocks_override: int | None = None
     """Exact number of usable KV blocks, whatever the memory; the null block comes on top."""
     kv_cache_dtype: str = "auto"
@@ -57,6 +57,8 @@ class EngineConfig:
     """Decode steps a device call, C; 0 adapts it to the load."""
     enforce_eager: bool = False
     """Run the step functions un-jitted with C = 1: for comparison and debugging only."""
+    fail_on_recompile: bool = False
+    """End the engine when a step compiles anything after the warm-up, instead of waiting for the compiler unnoticed."""
     tensor_parallel_size: int = 1
     """GPUs that share one model. Only 1 for now."""
     attention_implementation: str | None = None

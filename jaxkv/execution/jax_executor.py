@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import Clock
 from jaxkv.core.plan import StepPlan, StepResult, StepTiming
+from jaxkv.execution import compile_watch
 from jaxkv.execution.programs import Programs, bucket_for
 from jaxkv.execution.step_output import StepOutput, read_rows
 
@@ -39,7 +40,10 @@ class JaxExecutor:
     """Implements control.executor.Executor. Calls are enqueued and return at once; JAX runs them in order, because each
     takes the cache that the one before gives back. An exception in a call is fatal: the donated cache is gone."""
 
-    def __init__(self, programs: Programs, weights: tuple[jax.Array, ...], clock: Clock):
+    def __init__(
+        self, programs: Programs, weights: tuple[jax.Array, ...], clock: Clock, *, fail_on_recompile: bool = False
+    ):
+        """`fail_on_recompile`: a step that makes JAX compile anything raises."""
         shapes = programs.shapes
         self.limits: ExecutorLimits = shapes.limits
         self._programs = programs
@@ -48,8 +52,19 @@ class JaxExecutor:
         self._cache = shapes.empty_cache()
         self._state = shapes.empty_state()
         self._logprobs_of_row: dict[int, int | None] = {}
+        self._fail_on_recompile = fail_on_recompile
 
     def submit(self, plan: StepPlan) -> JaxStepHandle:
+        compiled = compile_watch.compiled_here()
+        handle = self._submit(plan)
+        if self._fail_on_recompile and compile_watch.compiled_here() != compiled:
+            raise RuntimeError(
+                f"step {plan.step_id} compiled {compile_watch.compiled_here() - compiled} executables after the warm-up "
+                f"(fail_on_recompile is set); its shape: {plan.shape()}"
+            )
+        return handle
+
+    def _submit(self, plan: StepPlan) -> JaxStepHandle:
         programs, shapes = self._programs, self._programs.shapes
         submitted = self._clock.now()
         parts = []

@@ -6,7 +6,9 @@ are known before anything is allocated, and steady state cannot compile: a shape
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,6 +20,7 @@ from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.plan import BlockCopy
 from jaxkv.core.progress import Progress
+from jaxkv.execution import compile_watch
 from jaxkv.execution.batch import pack_prefill
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
@@ -31,6 +34,20 @@ MAX_COPIES = 16
 
 Work = tuple[str, int | None]
 """A step function ("update", "copy", "prefill", "decode") and its bucket."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """What building the executables took.
+
+    Attributes:
+      executables: how many there are; from_cache: of these, out of the persistent compilation cache.
+      seconds: wall-clock time.
+    """
+
+    executables: int
+    from_cache: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +136,10 @@ class Programs:
             max_steps = shapes.limits.max_decode_steps
             return decode_steps(merge(weights), cache, state, rows, num_steps, max_steps=max_steps, **options)
 
+        copy_in_layer = jax.jit(block_copy)  # traced once, not L times
+
         def copy_blocks(cache, src, dst, num_tokens):
-            return KVCache(tuple(block_copy(kv, src, dst, num_tokens) for kv in cache.layers))
+            return KVCache(tuple(copy_in_layer(kv, src, dst, num_tokens) for kv in cache.layers))
 
         self._functions = {
             "update": (apply_updates, (0,)),
@@ -133,17 +152,20 @@ class Programs:
         self.copy_blocks: Callable = copy_blocks
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
-        self._executables: dict[tuple[str, int | None], jax.stages.Compiled] = {}
+        self._executables: dict[Work, jax.stages.Compiled] = {}
+        self.warm_up = WarmUp(0, 0, 0.0)
 
+    @functools.cached_property
     def abstract_cache(self) -> KVCache:
         return jax.eval_shape(self.shapes.empty_cache)
 
+    @functools.cached_property
     def abstract_state(self) -> DecodeState:
         return jax.eval_shape(self.shapes.empty_state)
 
     def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
         """The lowered step function `kind` ("update", "copy", "prefill", "decode") for a bucket."""
-        limits, cache, state = self.shapes.limits, self.abstract_cache(), self.abstract_state()
+        limits, cache, state = self.shapes.limits, self.abstract_cache, self.abstract_state
         if kind == "update":
             args = (state, self.pack_updates(()).pop())
         elif kind == "copy":
@@ -157,13 +179,28 @@ class Programs:
 
     def build(self, work: Sequence[Work], progress: Progress, stage: str) -> None:
         """Compile the step functions of `work` that are not built yet."""
+        begin, done = time.monotonic(), self.warm_up
+        missing = [item for item in work if item not in self._executables]
+        num_built = len(work) - len(missing)
         # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
         pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
         try:
-            for done, _ in enumerate(pool.map(lambda item: self._executable(*item), work), start=1):
-                progress.update(stage, done, len(work))
+            for executable, item, from_cache in pool.map(self._compile, missing):
+                self._executables[item] = executable
+                num_built += 1
+                done = dataclasses.replace(
+                    done, executables=done.executables + 1, from_cache=done.from_cache + from_cache
+                )
+                progress.update(stage, num_built, len(work))
         finally:  # an interrupt does not wait for compilations that nobody wants any more
             pool.shutdown(wait=False, cancel_futures=True)
+        self.warm_up = dataclasses.replace(done, seconds=done.seconds + time.monotonic() - begin)
+
+    def _compile(self, item: Work) -> tuple[jax.stages.Compiled, Work, bool]:
+        lowered = self.lower(*item)
+        before = compile_watch.from_cache_here()
+        executable = lowered.compile()
+        return executable, item, compile_watch.from_cache_here() > before
 
     def temporaries(self) -> int:
         """Bytes of the biggest temporary of what is built, from the compiler's own memory analysis."""
@@ -180,15 +217,10 @@ class Programs:
         buckets = [("prefill", b) for b in shapes.prefill_buckets] + [("decode", b) for b in shapes.decode_buckets]
         buckets.sort(key=lambda item: -item[1])
         self.build([*buckets, ("update", None), ("copy", None)], progress, "compile")
-        self.apply_updates = self._executable("update", None)
-        self.copy_blocks = self._executable("copy", None)
-        self.prefill = {b: self._executable("prefill", b) for b in shapes.prefill_buckets}
-        self.decode = {b: self._executable("decode", b) for b in shapes.decode_buckets}
-
-    def _executable(self, kind: str, bucket: int | None) -> jax.stages.Compiled:
-        if (kind, bucket) not in self._executables:
-            self._executables[kind, bucket] = self.lower(kind, bucket).compile()
-        return self._executables[kind, bucket]
+        self.apply_updates = self._executables["update", None]
+        self.copy_blocks = self._executables["copy", None]
+        self.prefill = {b: self._executables["prefill", b] for b in shapes.prefill_buckets}
+        self.decode = {b: self._executables["decode", b] for b in shapes.decode_buckets}
 
     # ---- plans as arguments
 

@@ -7,6 +7,7 @@ Layout (little endian): magic, u32 version, u64 tensors, u64 fields; fields (str
 """
 
 import dataclasses
+import functools
 import mmap
 import struct
 from pathlib import Path
@@ -105,7 +106,13 @@ def read_gguf_file(path: str | Path) -> GGUFFile:
     Raises CheckpointError for a file that is no GGUF, of another version, big endian, or truncated.
     """
     path = Path(path)
-    size = path.stat().st_size
+    status = path.stat()
+    return _parse(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(path: Path, size: int, modified: int) -> GGUFFile:
+    """Kept, because a start reads the header four times (config, tokenizer, check, weights), 0.2 s each."""
     if size < 24:
         raise CheckpointError(f"{path}: {size} bytes is too short for a GGUF file; download it again.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:

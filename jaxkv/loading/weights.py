@@ -18,7 +18,7 @@ from flax import nnx
 from jaxkv.core.errors import CheckpointError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
-from jaxkv.loading import host_memory, orbax
+from jaxkv.loading import host_memory
 from jaxkv.loading.gguf_config import parse_gguf_config
 from jaxkv.loading.gguf_source import GGUFSource
 from jaxkv.loading.model_config import parse_hf_config
@@ -61,6 +61,8 @@ class _Parameter:
 def load_config(source: ModelSource) -> ModelConfig:
     """The ModelConfig of a checkpoint. Raises CheckpointError; reads no weights."""
     if source.kind == "orbax":
+        from jaxkv.loading import orbax  # here and below: its import takes half a second
+
         return orbax.load_config(source.path)
     if source.kind == "gguf":
         gguf = GGUFSource(source.path)
@@ -125,6 +127,8 @@ def load_weights(
     resident_before = host_memory.resident_bytes()
     progress = progress or SilentProgress()
     if source.kind == "orbax":
+        from jaxkv.loading import orbax
+
         arrays: Iterable[tuple[str, jax.Array]] = orbax.restore(
             source.path, {p.name: orbax.abstract_array(p.shape, p.dtype, placement[p.name]) for p in parameters}
         )

@@ -1,5 +1,6 @@
 """After the start nothing is compiled, and a step costs what its real context costs."""
 
+import copy
 import dataclasses
 import statistics
 import time
@@ -8,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxkv.control.engine import Engine
+from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.plan import Admission, PrefillChunk, RowUpdate
 from jaxkv.core.progress import SilentProgress
-from jaxkv.core.request import Request, SamplingParams
+from jaxkv.core.request import FinishReason, Request, SamplingParams
 from jaxkv.execution.decode_state import empty_state
+from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import empty_cache
 from tests.support.compile_counter import counting_compilations
 from tests.support.tiny_models import parse, random_tokens, tiny_config
-from tests.support.tiny_programs import make_engine, make_programs, run_requests, tiny_llama, tokens_of, weights
+from tests.support.tiny_programs import compiled_programs, make_engine, make_programs, run_requests, tiny_llama, tokens_of, weights
 
 
 def test_the_counter_counts():
@@ -54,6 +60,52 @@ def test_a_mixed_load_compiles_and_traces_nothing():
     assert all(tokens_of(news[request.request_id]) for request in batch)
     assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0 and len(engine.stats.loop_steps) > 2
     assert (count.compilations, count.traces) == (0, 0)
+
+
+def test_fail_on_recompile_ends_the_engine_at_the_first_compilation():
+    """A shape that nobody compiled, as a bug would bring: the engine runs with an un-jitted step function."""
+    ready = compiled_programs(tiny_llama())
+    lazy = copy.copy(ready)
+    lazy.decode = {bucket: jax.jit(function) for bucket, function in make_programs(tiny_llama()).decode.items()}
+    lazy.shapes = dataclasses.replace(ready.shapes, decode_buckets=tuple(lazy.decode))
+    news = {}
+    for name, programs in (("warm", ready), ("lazy", lazy)):
+        clock = MonotonicClock()
+        executor = JaxExecutor(programs, weights(tiny_llama()), clock, fail_on_recompile=True)
+        engine = Engine(executor, clock=clock)
+        engine.add(Request("a", random_tokens(20, seed=0), SamplingParams(temperature=0.0, max_tokens=4)))
+        news[name] = []
+        while engine.has_work():
+            news[name] += engine.step()
+    assert len(tokens_of(news["warm"])) == 4 and news["warm"][-1].finish_reason is FinishReason.LENGTH
+    assert news["lazy"][-1].finish_reason is FinishReason.ERROR
+    assert "compiled" in news["lazy"][-1].error and "fail_on_recompile" in news["lazy"][-1].error
+
+
+def test_the_warm_up_tells_what_came_from_the_compilation_cache(tmp_path):
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    try:
+        for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+            jax.config.update(name, value)
+        reports = []
+        for _ in range(2):
+            programs = make_programs(tiny_llama(), max_model_len=128)
+            programs.compile(SilentProgress())
+            reports.append(programs.warm_up)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    cold, warm = reports
+    assert (cold.executables, cold.from_cache) == (4, 0)  # update, copy, one bucket each
+    assert (warm.executables, warm.from_cache) == (4, 3)  # "update" is the same function: JAX has it in memory still
+    assert 0 < warm.seconds < cold.seconds
 
 
 def test_a_decode_step_does_not_pay_for_max_model_len():

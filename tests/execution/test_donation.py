@@ -13,7 +13,7 @@ SMALL = {"num_blocks": 2049, "max_model_len": 512}
 @functools.lru_cache
 def analysis(kind: str, bucket: int | None, num_blocks: int, max_model_len: int):
     programs = make_programs(tiny_llama(), num_blocks=num_blocks, max_model_len=max_model_len)
-    cache = programs.abstract_cache()
+    cache = programs.abstract_cache
     cache_bytes = sum(2 * layer.k.size * layer.k.dtype.itemsize for layer in cache.layers)
     return programs.lower(kind, bucket).compile().memory_analysis(), cache_bytes
 
