@@ -21,7 +21,15 @@ from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import empty_cache
 from tests.support.compile_counter import counting_compilations
 from tests.support.tiny_models import parse, random_tokens, tiny_config
-from tests.support.tiny_programs import compiled_programs, make_engine, make_programs, run_requests, tiny_llama, tokens_of, weights
+from tests.support.tiny_programs import (
+    compiled_programs,
+    make_engine,
+    make_programs,
+    run_requests,
+    tiny_llama,
+    tokens_of,
+    weights,
+)
 
 
 def test_the_counter_counts():

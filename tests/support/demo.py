@@ -2,11 +2,14 @@
 
 import functools
 
+import numpy as np
+
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.loading.resolve import ModelSource, resolve_model
-from jaxkv.loading.weights import load_config, load_weights
+from jaxkv.loading.weights import load_config, load_weights, open_tensors
 from jaxkv.models.llama import Llama
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
+from tests.support.dense_model import DenseModel
 from tests.support.text import TEXT
 
 
@@ -23,6 +26,12 @@ def demo_config() -> ModelConfig:
 @functools.lru_cache
 def demo_weights(dtype: str = "float32") -> Llama:
     return load_weights(demo_source(), demo_config(), dtype=dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def demo_dense_model() -> DenseModel:
+    tensors = open_tensors(demo_source())
+    return DenseModel(demo_config(), {name: tensors.read(name, np.dtype("float32")) for name in tensors.names()})
 
 
 @functools.lru_cache

@@ -35,21 +35,26 @@ def tiny_llama() -> ModelConfig:
 
 
 def make_programs(
-    config: ModelConfig, *, decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,), **changed
+    config: ModelConfig,
+    *,
+    dtype: str = "float32",
+    prefill_buckets: tuple[int, ...] = (),
+    decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,),
+    **changed,
 ) -> Programs:
-    """Not compiled yet. One prefill bucket and, to compile little, one for decode; `changed` are limits."""
+    """Not compiled yet. Unless told, one bucket each, to compile little; `changed` are limits."""
     limits = dataclasses.replace(LIMITS, **changed)
     shapes = ProgramShapes(
         model=config,
-        dtype="float32",
-        kv_dtype="float32",
+        dtype=dtype,
+        kv_dtype=dtype,
         limits=limits,
-        prefill_buckets=(limits.max_num_batched_tokens,),
+        prefill_buckets=prefill_buckets or (limits.max_num_batched_tokens,),
         decode_buckets=decode_buckets,
         num_top=NUM_TOP,
         implementation="xla",
     )
-    return Programs(abstract_model(config, dtype="float32", max_model_len=limits.max_model_len), shapes)
+    return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len), shapes)
 
 
 @functools.lru_cache
