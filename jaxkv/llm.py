@@ -31,6 +31,7 @@ class GenerationOutput:
       token_ids: the output's tokens, the stop token included.
       stop_reason: the stop string or the id out of stop_token_ids that ended it, or None.
       logprobs: one entry a token, if asked for.
+      prompt_logprobs: one entry a prompt token, if asked for; None for the first, which nothing predicts.
       num_cached_tokens: prompt tokens whose K/V came out of the prefix cache.
     """
 
@@ -42,6 +43,7 @@ class GenerationOutput:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs, ...] | None
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -53,6 +55,7 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def take(self, output: RequestOutput) -> TextDelta:
         delta = self.output_text.feed(output.token_ids, output.finish_reason, output.stop_token_id)
@@ -60,6 +63,7 @@ class _Running:
         self.token_ids += output.token_ids[: delta.num_tokens]
         self.logprobs += (output.logprobs or ())[: delta.num_tokens]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         return delta
 
     def output(self, delta: TextDelta) -> GenerationOutput:
@@ -72,6 +76,7 @@ class _Running:
             stop_reason=delta.stop_reason,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

@@ -16,7 +16,6 @@ from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.plan import Admission, PrefillChunk, RowUpdate
 from jaxkv.core.progress import SilentProgress
 from jaxkv.core.request import FinishReason, Request, SamplingParams
-from jaxkv.execution.decode_state import empty_state
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import empty_cache
 from tests.support.compile_counter import counting_compilations
@@ -143,7 +142,7 @@ def decode_call(programs, config):
     """A function that runs one call of 8 decode steps on 4 rows of about 128 tokens."""
     limits = programs.shapes.limits
     cache = empty_cache(config, num_blocks=limits.num_blocks, block_size=16, dtype="float32")
-    state = empty_state(limits.max_num_seqs, programs.shapes.max_blocks_per_row, limits.max_stop_ids)
+    state = programs.shapes.empty_state()
     update, prefill, decode = programs.apply_updates, programs.prefill[64], programs.decode[4]
     admission = Admission(SamplingParams(temperature=0.0, seed=0), 10_000, 0, ())
     updates = tuple(RowUpdate(row, 0, tuple(range(1 + 30 * row, 31 + 30 * row)), admission) for row in range(4))

@@ -13,6 +13,7 @@ MiB = 2**20
 NEEDS = MemoryNeeds(
     weights=500 * MiB,
     kv_per_token=40_000,
+    decode_state=0,
     temporaries=100 * MiB,
     temporaries_per_seq=MiB,
     temporaries_per_token=50_000,
@@ -107,7 +108,7 @@ def test_lowering_the_pool_as_told_works(available, kv_per_token):
     needs = dataclasses.replace(NEEDS, kv_per_token=kv_per_token)
     config = EngineConfig(kv_cache_memory_bytes=4 * GiB, max_model_len=64)
     text = refusal(config, needs=needs, available=available, limit=10**9)
-    assert "500.00 MiB for weights, 100.00 MiB for temporaries" in text
+    assert "500.00 MiB for weights, 100.00 MiB for temporaries, 0 B for the rows' state" in text
     told = number_after(text, "lower kv_cache_memory_bytes to at most")
     smaller = plan(dataclasses.replace(config, kv_cache_memory_bytes=told), needs=needs, available=available)
     # Never more than the model allows: that advice would be refused in turn.

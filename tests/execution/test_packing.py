@@ -36,7 +36,7 @@ def admission(**fields) -> Admission:
 
 
 def test_updates_reach_the_state():
-    state = empty_state(max_num_seqs=4, max_blocks_per_row=8, max_stop_ids=3)
+    state = empty_state(max_num_seqs=4, max_blocks_per_row=8, max_stop_ids=3, vocab_size=50)
     updates = (RowUpdate(1, 0, (7, 8, 9), admission()), RowUpdate(3, 2, (5,)))
     (batch,) = pack_updates(updates, dead_row=4, max_entries=16, max_admissions=2, max_stop_ids=3)
     state = apply_updates(state, batch)
@@ -54,7 +54,7 @@ def test_updates_reach_the_state():
 
 
 def test_a_new_owner_replaces_all_of_the_old_ones_state():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3, vocab_size=50)
     for owner in (admission(), Admission(SamplingParams(temperature=0, seed=1), 3, 0, ())):
         (batch,) = pack_updates(
             (RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1, max_stop_ids=3
@@ -68,7 +68,7 @@ def test_many_updates_take_several_batches_and_lose_nothing():
     updates = tuple(RowUpdate(row, 0, tuple(range(10 * row + 1, 10 * row + 8)), admission()) for row in range(5))
     batches = pack_updates(updates, dead_row=5, max_entries=16, max_admissions=2, max_stop_ids=3)
     assert len(batches) == 3
-    state = empty_state(max_num_seqs=5, max_blocks_per_row=8, max_stop_ids=3)
+    state = empty_state(max_num_seqs=5, max_blocks_per_row=8, max_stop_ids=3, vocab_size=50)
     for batch in batches:
         state = apply_updates(state, batch)
     for row in range(5):
@@ -77,7 +77,7 @@ def test_many_updates_take_several_batches_and_lose_nothing():
 
 
 def test_no_updates_change_no_row():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3, vocab_size=50)
     (batch,) = pack_updates((), dead_row=2, max_entries=4, max_admissions=2, max_stop_ids=3)
     after = apply_updates(state, batch)
     assert after.stop_ids.tolist() == state.stop_ids.tolist()

@@ -1,5 +1,7 @@
 """Which tokens may be drawn, and how likely, against transformers' logits processors."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,9 @@ import torch
 import transformers
 
 from jaxkv.core.request import SamplingParams
-from jaxkv.execution.decode_state import RowSampling
 from jaxkv.execution.sampling import sample
 from tests.support.numpy_sampling import filtered_logits, softmax
+from tests.support.sampling_rows import rows_of
 
 jitted_sample = jax.jit(sample)
 
@@ -58,17 +60,7 @@ def test_drawn_tokens_are_exactly_those_that_transformers_keeps():
         kept = softmax(transformers_logits(logits, params).astype(np.float64))
         count = 4096
 
-        def column(value, dtype):
-            return jnp.full((count,), value, dtype)
-
-        rows = RowSampling(
-            temperature=column(params.temperature, jnp.float32),
-            top_k=column(params.top_k, jnp.int32),
-            top_p=column(params.top_p, jnp.float32),
-            min_p=column(params.min_p, jnp.float32),
-            seed=column(9, jnp.uint32),
-            num_logprobs=column(-1, jnp.int32),
-        )
+        rows = rows_of([dataclasses.replace(params, seed=9)] * count)
         drawn = np.bincount(
             jitted_sample(jnp.tile(logits, (count, 1)), rows, jnp.arange(count, dtype=jnp.int32)), minlength=24
         )
