@@ -47,13 +47,14 @@ def test_a_mixed_load_compiles_and_traces_nothing():
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, top_k=5, seed=1, logprobs=2),
         SamplingParams(top_p=0.9, min_p=0.05, seed=2, stop_token_ids=(3, 4, 5), min_tokens=4),
+        SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={7: 3.0}, seed=3, prompt_logprobs=2),
     )
     shared = random_tokens(40, seed=1)
     batch = [
         Request(
             str(i),
             shared[: 40 - i] + random_tokens(3 * i + 1, seed=i),
-            dataclasses.replace(kinds[i % 3], max_tokens=10 + 7 * i),
+            dataclasses.replace(kinds[i % 4], max_tokens=10 + 7 * i),
         )
         for i in range(9)
     ]
@@ -65,6 +66,7 @@ def test_a_mixed_load_compiles_and_traces_nothing():
         while engine.has_work():
             engine.step()
     assert all(tokens_of(news[request.request_id]) for request in batch)
+    assert len(news["3"][0].prompt_logprobs) == len(batch[3].prompt_token_ids)
     assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0 and len(engine.stats.loop_steps) > 2
     assert (count.compilations, count.traces) == (0, 0)
 

@@ -18,7 +18,8 @@ from jaxkv.execution.logit_adjustments import COUNTS_A_CALL, adjust, apply_adjus
 from tests.support.chi_square import chi_square_and_limit
 from tests.support.numpy_sampling import adjusted_logits, filtered_logits, softmax
 from tests.support.sampling_rows import rows_of
-from tests.support.tiny_programs import make_programs, tiny_llama
+from tests.support.tiny_models import parse, tiny_config
+from tests.support.tiny_programs import make_programs
 
 VOCAB = 40
 apply_jitted = jax.jit(apply_adjustments)
@@ -105,10 +106,11 @@ def test_greedy_takes_the_best_of_the_adjusted_logits():
 
 @pytest.mark.parametrize("params", [p for p in PARAMS if p != SamplingParams()], ids=lambda p: str(PARAMS.index(p)))
 def test_draws_follow_the_adjusted_and_filtered_distribution(params):
-    """Chi-square over 8,192 draws, the 1 - 1e-6 quantile; the unadjusted distribution would fail."""
+    """Chi-square over 8,192 draws, the 1 - 1e-6 quantile; the unadjusted distribution fails."""
     params = dataclasses.replace(params, temperature=0.9, top_p=0.95, seed=5)
     row = Row(params, prompt=(1, 2, 3, 4, 5, 6), output=(5, 6, 6, 7, 8, 8, 8))
     logits, count = (2 * np.random.default_rng(4).standard_normal(VOCAB)).astype(np.float32), 8192
+    logits[5:9] = 2.5  # the output's tokens are likely, so that adjusting them matters
     scores = np.repeat(adjusted([row], logits[None]), count, axis=0)
     drawn = sample_jitted(scores, rows_of([params] * count), jnp.arange(count, dtype=jnp.int32))
     counts = np.bincount(drawn, minlength=VOCAB)
@@ -118,7 +120,7 @@ def test_draws_follow_the_adjusted_and_filtered_distribution(params):
     )
     chi_square, limit = chi_square_and_limit(counts, expected)
     assert chi_square <= limit and not counts[expected == 0].any()
-    assert chi_square_and_limit(counts, unadjusted)[0] > 2 * limit
+    assert chi_square_and_limit(counts, unadjusted)[0] > limit
 
 
 # -- packing
@@ -192,16 +194,38 @@ def test_full_counts_stay_full():
 
 # -- what a batch without them pays
 
-def _shapes_outside_conditionals(jaxpr) -> set[tuple]:
-    """(dtype, shape) of everything that is computed whatever the batch asks for, and apart from it in branches."""
+
+
+def shapes_outside_and_inside_conditionals(jaxpr) -> tuple[set, set]:
+    """(dtype, shape) of all that is computed whatever the batch asks for, and of what is computed in branches."""
     outside, inside = set(), set()
 
-    def walk(jaxpr, found):
+    def walk(jaxpr, found: set) -> None:
         for equation in jaxpr.eqns:
-            found |= {(str(var.aval.dtype), var.aval.shape) for var in equation.outvars if hasattr(var.aval, "shape")}
+            found |= {(str(var.aval.dtype), var.aval.shape) for var in equation.outvars}
             target = inside if equation.primitive.name == "cond" else found
-            for inner in jax.core.jaxprs_in_params(equation.params) if hasattr(jax.core, "jaxprs_in_params") else ():
-                walk(inner, target)
+            for value in equation.params.values():
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                        walk(getattr(item, "jaxpr", item), target)
 
     walk(jaxpr, outside)
     return outside, inside
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_batch_that_asks_for_nothing_computes_nothing_of_it(kind):
+    """Rows' counts and biases, and logits of prompt tokens, are gathered and computed within conditionals only."""
+    vocab = 101  # no other width of the model
+    programs = make_programs(parse(tiny_config(vocab_size=vocab)))
+    arguments = (programs.abstract_weights, programs.abstract_cache(), programs.abstract_state())
+    if kind == "decode":
+        jaxpr = jax.make_jaxpr(programs.decode[4])(*arguments, np.zeros((4,), np.int32), np.int32(8))
+    else:
+        jaxpr = jax.make_jaxpr(programs.prefill[64])(*arguments, programs.pack_prefill((), 64))
+    outside, inside = shapes_outside_and_inside_conditionals(jaxpr.jaxpr)
+    optional = {("uint16", (4, vocab)), ("float32", (4, MAX_LOGIT_BIASES))}
+    if kind == "prefill":
+        optional.add(("float32", (64, vocab)))
+    assert optional <= inside and not optional & outside
+    assert ("float32", (4, vocab)) in outside, "the logits themselves are there: shapes are seen"
