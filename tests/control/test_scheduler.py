@@ -14,7 +14,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import SimulatedClock
 from jaxkv.core.errors import ConfigError, RequestError
 from jaxkv.core.plan import DecodeRow, RowResult, StepResult, StepTiming
-from jaxkv.core.request import FinishReason, Request, SamplingParams
+from jaxkv.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from jaxkv.simulation.cost_model import ConstantCostModel
 from jaxkv.simulation.sim_executor import SimExecutor
 
@@ -440,6 +440,40 @@ def test_results_that_do_not_fit_their_plan_are_refused(change, message):
     plan = scheduler.schedule()
     with pytest.raises(RuntimeError, match=message):
         scheduler.update(dataclasses.replace(result_of(plan), **change))
+
+
+def test_prompt_logprobs_that_were_planned_must_come():
+    scheduler = make()
+    scheduler.add(Request("a", (1, 2, 3), SamplingParams(prompt_logprobs=0)))
+    plan = scheduler.schedule()
+    assert plan.prefill[0].targets == (2, 3) and plan.prefill[0].first_target == 0
+    with pytest.raises(RuntimeError, match="was to get 2 prompt logprobs in step 0, got 0"):
+        scheduler.update(result_of(plan))
+
+
+def test_only_prompt_logprobs_that_are_missing_are_computed_again():
+    """A prompt of 10 in chunks of 4, preempted after the first was read: the second admission starts at token 0, but
+    asks from entry 4 on."""
+    scheduler = make(max_num_batched_tokens=4)
+    scheduler.add(Request("a", tuple(range(10, 20)), SamplingParams(prompt_logprobs=0, max_tokens=5)))
+    seen = []
+    for step in range(4):
+        plan = scheduler.schedule()
+        (chunk,) = plan.prefill
+        seen.append((chunk.start, chunk.is_last, chunk.first_target, chunk.targets))
+        told = tuple(TokenLogprobs(token, -1.0, 1) for token in chunk.targets)
+        rows = (RowResult("a", (5,) * chunk.is_last, prompt_logprobs=told),) if chunk.has_result else ()
+        outputs = scheduler.update(StepResult(plan.step_id, rows, StepTiming(0.0, 0.0)))
+        scheduler.check()
+        if step == 0:
+            scheduler.preempt("a")
+    assert seen == [
+        (0, False, 0, (11, 12, 13, 14)),
+        (0, False, 4, ()),
+        (4, False, 0, (15, 16, 17, 18)),
+        (8, True, 0, (19,)),
+    ]
+    assert [entry and entry.token_id for entry in outputs[0].prompt_logprobs] == [None, *range(11, 20)]
 
 
 def test_times_and_counters():
