@@ -5,7 +5,6 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-
 # Room for them is kept on the device in every row; OpenAI's limit.
 MAX_LOGIT_BIASES = 300
 

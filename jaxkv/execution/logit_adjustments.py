@@ -54,9 +54,7 @@ def pack_adjustments(row: int, admission: Admission | None) -> list[AdjustmentUp
         padded_ids = np.iinfo(np.int32).max - np.arange(COUNTS_A_CALL, dtype=np.int32)[::-1]
         padded_counts = np.zeros((COUNTS_A_CALL,), np.uint16)
         padded_ids[:length], padded_counts[:length] = token_ids[some], counts[some]
-        updates.append(
-            AdjustmentUpdate(np.int32(row), np.bool_(start == 0), padded_ids, padded_counts, bias_ids, bias)
-        )
+        updates.append(AdjustmentUpdate(np.int32(row), np.bool_(start == 0), padded_ids, padded_counts, bias_ids, bias))
     return updates
 
 
@@ -124,7 +122,8 @@ def _penalised(logits: jax.Array, adjustments: Adjustments, row_ids: jax.Array, 
 
 
 def count_tokens(token_counts: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
-    """token_counts u16[S, V] with one more output token i32[B] in each of `rows` i32[B], different but for the dead row."""
+    """token_counts u16[S, V] with one more output token i32[B] in each of `rows` i32[B], which differ but for the dead
+    row."""
     old = token_counts.at[rows, tokens].get(mode="promise_in_bounds")
     new = jnp.where(old < 2 * _MOST_COUNTS, old + 2, old)  # full counts stay: their sum would start from 0 again
     return token_counts.at[rows, tokens].set(new, mode="promise_in_bounds")

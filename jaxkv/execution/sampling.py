@@ -44,7 +44,9 @@ def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
     ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)  # logits equal to the k-th stay, as in transformers
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (before < rows.top_p[:, None]) & (probability >= rows.min_p[:, None] * probability[:, :1])
+    # A top_p of 1 keeps all: the sum may round to 1 before the end, and neighbours' filters must not change a row.
+    top_p = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
+    keep = (before < top_p[:, None]) & (probability >= rows.min_p[:, None] * probability[:, :1])
     keep = keep.at[:, 0].set(True)
     kept = jnp.where(keep, ranked, -jnp.inf)
     row = jnp.arange(logits.shape[0])[:, None]

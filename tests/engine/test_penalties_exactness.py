@@ -19,7 +19,12 @@ KINDS = (
     SamplingParams(temperature=0.9, seed=11, repetition_penalty=0.8, frequency_penalty=0.7),
     SamplingParams(temperature=0.8, seed=12, top_p=0.9),
     SamplingParams(
-        temperature=0.7, seed=13, top_k=30, repetition_penalty=1.2, presence_penalty=0.5, logit_bias=((40, 4.0), (41, 4.0))
+        temperature=0.7,
+        seed=13,
+        top_k=30,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        logit_bias=((40, 4.0), (41, 4.0)),
     ),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, min_tokens=10, stop_token_ids=tuple(range(0, 60, 2))),
 )

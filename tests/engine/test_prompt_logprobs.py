@@ -32,8 +32,8 @@ def requests() -> list[Request]:
     """Prompts of 1 to 150 tokens, some with a common prefix; all but two want prompt logprobs."""
     shared = random_tokens(70, seed=50)
     prompts = [
-        random_tokens(1, seed=1), random_tokens(150, seed=4), random_tokens(16, seed=3), shared + random_tokens(20, seed=5),
-        shared + random_tokens(3, seed=6), shared[:64], random_tokens(2, seed=9),
+        random_tokens(1, seed=1), random_tokens(150, seed=4), random_tokens(16, seed=3),
+        shared + random_tokens(20, seed=5), shared + random_tokens(3, seed=6), shared[:64], random_tokens(2, seed=9),
     ]  # fmt: skip
     wanted = (2, 3, None, 0, 5, None, 1)
     return [

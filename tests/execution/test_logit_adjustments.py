@@ -64,7 +64,9 @@ PARAMS = (
     SamplingParams(frequency_penalty=0.9),
     SamplingParams(frequency_penalty=-2.0, presence_penalty=-0.5),
     SamplingParams(logit_bias={3: 5.0, 39: -100.0, 0: 0.25}),
-    SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias=((2, -3.0), (7, 9.5))),
+    SamplingParams(
+        repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, logit_bias=((2, -3.0), (7, 9.5))
+    ),
 )
 
 
@@ -75,7 +77,9 @@ def test_every_kind_of_row_side_by_side():
         prompt, output = (tuple(rng.integers(0, VOCAB, count).tolist()) for count in (12, i))
         rows.append(Row(params, prompt, output, (3, 7) if i % 3 == 0 else ()))
     logits = (3 * rng.standard_normal((len(rows), VOCAB))).astype(np.float32)
-    expected = [adjusted_logits(x, r.params, r.prompt, r.output, r.forbidden) for x, r in zip(logits, rows, strict=True)]
+    expected = [
+        adjusted_logits(x, r.params, r.prompt, r.output, r.forbidden) for x, r in zip(logits, rows, strict=True)
+    ]
     result = adjusted(rows, logits)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     changed = [not np.array_equal(*pair) for pair in zip(result, logits, strict=True)]
@@ -92,7 +96,8 @@ def test_the_order_is_min_tokens_then_bias_then_penalties():
 
 
 def test_presence_and_frequency_look_at_the_output_only():
-    rows = [Row(SamplingParams(presence_penalty=1.0), (4, 5), (5, 6, 6)), Row(SamplingParams(frequency_penalty=1.0), (4, 5), (5, 6, 6))]  # fmt: skip
+    history = {"prompt": (4, 5), "output": (5, 6, 6)}
+    rows = [Row(SamplingParams(presence_penalty=1.0), **history), Row(SamplingParams(frequency_penalty=1.0), **history)]
     result = adjusted(rows, np.zeros((2, VOCAB), np.float32))
     assert result[:, 3:7].tolist() == [[0, 0, -1, -1], [0, 0, -1, -2]]
 
@@ -193,7 +198,6 @@ def test_full_counts_stay_full():
 
 
 # -- what a batch without them pays
-
 
 
 def shapes_outside_and_inside_conditionals(jaxpr) -> tuple[set, set]:

@@ -18,7 +18,7 @@ def filtered_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     probability = softmax(scaled)
     kept, total = np.zeros(len(scaled), bool), 0.0
     for token in order:
-        if total >= params.top_p and kept.any():
+        if params.top_p < 1 and total >= params.top_p and kept.any():
             break
         kept[token] = probability[token] >= params.min_p * probability.max()
         total += probability[token]
@@ -26,7 +26,11 @@ def filtered_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def adjusted_logits(
-    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], forbidden: Sequence[int] = ()
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    forbidden: Sequence[int] = (),
 ) -> np.ndarray:
     """Logits [V] of the token after prompt + output, with min_tokens' ids forbidden, biased, then penalised."""
     adjusted = logits.astype(np.float64)
