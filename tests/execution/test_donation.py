@@ -59,7 +59,7 @@ def test_token_counts_are_updated_in_place(kind, bucket):
     """They are the biggest part of the decode state, 1.9 MB here: no step may copy them, in its loop or around it."""
     config = parse(tiny_config(vocab_size=30_011, num_hidden_layers=1))
     programs = make_programs(config, num_blocks=33, max_num_seqs=31, decode_buckets=(4,))
-    state = programs.abstract_state()
+    state = programs.abstract_state
     counts = state.adjustments.token_counts
     assert (counts.shape, counts.dtype.itemsize) == ((32, 30_011), 2)
     compiled = programs.lower(kind, bucket).compile()

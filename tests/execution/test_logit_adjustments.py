@@ -222,7 +222,7 @@ def test_a_batch_that_asks_for_nothing_computes_nothing_of_it(kind):
     """Rows' counts and biases, and logits of prompt tokens, are gathered and computed within conditionals only."""
     vocab = 101  # no other width of the model
     programs = make_programs(parse(tiny_config(vocab_size=vocab)))
-    arguments = (programs.abstract_weights, programs.abstract_cache(), programs.abstract_state())
+    arguments = (programs.abstract_weights, programs.abstract_cache, programs.abstract_state)
     if kind == "decode":
         jaxpr = jax.make_jaxpr(programs.decode[4])(*arguments, np.zeros((4,), np.int32), np.int32(8))
     else:
