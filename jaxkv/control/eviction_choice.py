@@ -2,8 +2,9 @@
 
 from jaxkv.control.aged_lfu import AgedLFU
 from jaxkv.control.eviction import FIFO, LFU, LRU, EvictionPolicy
+from jaxkv.control.return_rate import ReturnRate
 
-EVICTION_POLICIES = ("lru", "lfu", "fifo", "fifo_leaves", "aged_lfu")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "fifo_leaves", "aged_lfu", "return_rate")
 
 
 def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
@@ -18,4 +19,6 @@ def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
         return FIFO(leaves_only=True)
     if name == "aged_lfu":
         return AgedLFU(num_blocks)
+    if name == "return_rate":
+        return ReturnRate(num_blocks)
     raise ValueError(f"Expected one of {', '.join(EVICTION_POLICIES)}, got {name!r}")
