@@ -23,8 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "memory": ("gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_dtype", "block_size",
                "num_gpu_blocks_override"),
     "scheduling": ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "decode_steps", "max_logprobs"),
-    "prefix cache": ("enable_prefix_caching", "share_partial_blocks", "eviction_policy", "ghost_blocks",
-                     "max_pinned_blocks"),
+    "prefix cache": ("enable_prefix_caching", "share_partial_blocks", "eviction_policy", "eviction_lookahead",
+                     "ghost_blocks", "max_pinned_blocks"),
     "execution": ("enforce_eager", "attention_implementation", "tensor_parallel_size", "compilation_cache_dir",
                   "fail_on_recompile"),
 }  # fmt: skip

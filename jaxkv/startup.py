@@ -286,6 +286,7 @@ def _scheduler_config(
         enable_prefix_caching=config.enable_prefix_caching,
         share_partial_blocks=config.share_partial_blocks,
         eviction_policy=config.eviction_policy,
+        eviction_lookahead=config.eviction_lookahead,
         ghost_blocks=config.ghost_blocks,
         max_pinned_blocks=config.max_pinned_blocks,
         seed=config.seed,

@@ -6,6 +6,7 @@ import enum
 import hashlib
 
 from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.prefix_index import BlockHash, hash_blocks, root_hash
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
@@ -260,26 +261,45 @@ class WaitingQueue:
     8 bytes a request (microseconds at 10,000 waiting).
     """
 
-    def __init__(self):
+    def __init__(self, lookahead: LookAhead | None = None, window: int = 0):
+        """`lookahead` is told of the first `window` requests, and of no others: so its cost is bounded."""
         self._states: list[RequestState] = []
+        self._lookahead = lookahead
+        self._window = window
 
     @staticmethod
     def _key(state: RequestState) -> tuple[int, int]:
         return (-state.rank[0], -state.rank[1])
 
     def push(self, state: RequestState) -> None:
-        bisect.insort(self._states, state, key=self._key)
+        place = bisect.bisect_left(self._states, self._key(state), key=self._key)
+        self._states.insert(place, state)
+        if self._lookahead is not None:
+            if place >= len(self._states) - self._window:
+                self._lookahead.wait(state.rank, state.block_hashes)
+            if len(self._states) > self._window:
+                self._lookahead.stop_waiting(self._states[-self._window - 1].rank)
 
     def head(self) -> RequestState:
         return self._states[-1]
 
     def pop(self) -> RequestState:
-        return self._states.pop()
+        state = self._states.pop()
+        self._left(state)
+        return state
 
     def remove(self, state: RequestState) -> None:
         place = bisect.bisect_left(self._states, self._key(state), key=self._key)
         assert self._states[place] is state, f"request {state.request_id} is not in the queue"
         del self._states[place]
+        self._left(state)
+
+    def _left(self, state: RequestState) -> None:
+        if self._lookahead is not None:
+            self._lookahead.stop_waiting(state.rank)
+            if len(self._states) >= self._window:
+                entered = self._states[-self._window]
+                self._lookahead.wait(entered.rank, entered.block_hashes)
 
     def __len__(self) -> int:
         return len(self._states)

@@ -23,6 +23,7 @@ from jaxkv.control.decode_steps import adaptive_decode_steps, ceil_power_of_two
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
+from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -48,14 +49,16 @@ class Scheduler:
         self.limits = limits
         self.config = config
         self.stats = EngineStats() if stats is None else stats
+        policy = make_eviction_policy(config.eviction_policy, limits.num_blocks - 1)
+        lookahead = LookAhead(policy) if config.eviction_lookahead and config.enable_prefix_caching else None
         self.blocks = BlockManager(
             limits.num_blocks,
             limits.block_size,
-            make_eviction_policy(config.eviction_policy, limits.num_blocks - 1),
+            policy if lookahead is None else lookahead,
             num_ghosts=config.ghost_blocks,
         )
         self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(lookahead, config.eviction_lookahead)
         self.running: list[RequestState] = []  # sorted by rank
         self._live: dict[str, RequestState] = {}
         self._free_rows = list(range(limits.max_num_seqs))  # a heap

@@ -19,6 +19,7 @@ class SchedulerConfig:
       ghost_blocks: most evicted blocks remembered, to tell evicted from first seen; None is the size of the pool.
       max_pinned_blocks: most blocks that pinned prefixes may keep; no request may need more than the pool less these.
       eviction_policy: a name of `EVICTION_POLICIES`.
+      eviction_lookahead: so many requests at the head of the queue keep cached blocks that they will ask for.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
       vocab_size: prompt token ids must be below it.
@@ -30,6 +31,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     share_partial_blocks: bool = True
     eviction_policy: str = "lru"
+    eviction_lookahead: int = 64
     ghost_blocks: int | None = None
     max_pinned_blocks: int = 0
     seed: int = 0
@@ -45,6 +47,8 @@ class SchedulerConfig:
             raise ConfigError(
                 f"eviction_policy is {self.eviction_policy!r}; choose one of {', '.join(EVICTION_POLICIES)}"
             )
+        if self.eviction_lookahead < 0:
+            raise ConfigError(f"eviction_lookahead is {self.eviction_lookahead}; it must be 0 or more")
         if not 0 <= self.decode_steps <= limits.max_decode_steps:
             raise ConfigError(
                 f"decode_steps is {self.decode_steps}; it must be 0 (adaptive) to {limits.max_decode_steps}, "

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.eviction import EvictionPolicy
 from jaxkv.control.eviction_choice import make_eviction_policy
+from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.prefix_index import BlockHash
 from jaxkv.simulation.traces import Trace, full_block_ids
 
@@ -44,7 +45,13 @@ class BlockReplayReport:
 
 
 def replay_blocks(
-    trace: Trace, policy: str, capacity_blocks: int | None = None, *, full_blocks_only: bool = True, skip: int = 0
+    trace: Trace,
+    policy: str,
+    capacity_blocks: int | None = None,
+    *,
+    full_blocks_only: bool = True,
+    skip: int = 0,
+    lookahead: int = 0,
 ) -> BlockReplayReport:
     """Replay a trace that has block ids.
 
@@ -53,6 +60,7 @@ def replay_blocks(
       capacity_blocks: blocks in the pool; None holds all.
       full_blocks_only: leave out the last id of prompts that end within a block.
       skip: count hits only after that many requests, to judge on rows that nothing was tuned on.
+      lookahead: that many next requests are known to wait while one is served, as in a queue of this depth.
     """
     if full_blocks_only:
         chains = list(full_block_ids(trace))
@@ -61,9 +69,14 @@ def replay_blocks(
     hashes = [[BlockHash(b"%d" % block_id) for block_id in chain] for chain in chains]
     capacity = capacity_blocks or len({block_id for chain in chains for block_id in chain}) or 1
     eviction = Belady(hashes) if policy == OPT else make_eviction_policy(policy, capacity)
-    manager = BlockManager(capacity + 1, trace.block_size, eviction)
+    queue = LookAhead(eviction) if lookahead else None
+    manager = BlockManager(capacity + 1, trace.block_size, eviction if queue is None else queue)
     hit_blocks = hit_tokens = 0
     for number, (request, chain) in enumerate(zip(trace.requests, hashes, strict=True)):
+        if queue is not None:
+            queue.stop_waiting((0, number))
+            for waiting in range(number + 1, min(number + 1 + lookahead, len(hashes))):
+                queue.wait((0, waiting), hashes[waiting])
         num_hits = serve(manager, chain)
         if number >= skip:
             hit_blocks += num_hits
