@@ -82,11 +82,14 @@ class ReturnRate:
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
         self._time = 0
-        self._hash: dict[int, BlockHash] = {}
+        self._identity: dict[int, tuple[BlockHash, BlockHash]] = {}  # own hash, parent's
+        self._block_of: dict[BlockHash, int] = {}
+        self._num_children: collections.Counter[BlockHash] = collections.Counter()
         self._history: dict[int, History] = {}
         self._ghosts: collections.OrderedDict[BlockHash, History] = collections.OrderedDict()
         self._sum_log_gaps, self._num_gaps = math.log(num_blocks), 1.0
         self._order: _Order[int] = _Order()
+        self._inner: dict[int, None] = {}  # evictable, but blocks that continue them are still there
         self._miniatures = [_Miniature(max(1, num_blocks // SAMPLE), candidate) for candidate in CANDIDATES]
         self._next_choice = num_blocks
         self.parameters = CANDIDATES[0]
@@ -96,7 +99,9 @@ class ReturnRate:
         return math.exp(self._sum_log_gaps / self._num_gaps)
 
     def insert(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
-        self._hash[block] = block_hash
+        self._identity[block] = block_hash, parent
+        self._block_of[block_hash] = block
+        self._num_children[parent] += 1
         history = self._ghosts.pop(block_hash, None)
         if history is None:
             self._history[block] = History(1, self._time, self._time)
@@ -105,13 +110,14 @@ class ReturnRate:
 
     def use(self, block: int) -> None:
         self._order.discard(block)
+        self._inner.pop(block, None)
         self._returns(block, self._history[block])
 
     def release(self, block: int) -> None:
         self._time += 1
         history = self._history[block] = self._history[block]._replace(last=self._time)
         self._order.add(block, history)
-        block_hash = self._hash[block]
+        block_hash = self._identity[block][0]
         if zlib.crc32(block_hash) % SAMPLE == 0:
             for miniature in self._miniatures:
                 miniature.access(block_hash, history, self._time, self.mean_gap)
@@ -119,17 +125,36 @@ class ReturnRate:
             self._choose()
 
     def evict(self) -> int:
-        block = self._order.pop(self._rate)
-        self._ghosts[self._hash.pop(block)] = self._history.pop(block)
+        while self._order:
+            block = self._order.pop(self._rate)
+            if not self._num_children[self._identity[block][0]]:
+                return self._take(block)
+            self._inner[block] = None
+        # Only where the children of all of them are in use: of two equal blocks the one in use is not the one found.
+        if not self._inner:
+            raise KeyError("no block can be evicted")
+        return self._take(self._inner.popitem()[0])
+
+    def _take(self, block: int) -> int:
+        block_hash, parent = self._identity.pop(block)
+        del self._block_of[block_hash]
+        self._num_children[parent] -= 1
+        if not self._num_children[parent]:
+            del self._num_children[parent]
+            above = self._block_of.get(parent)
+            if above in self._inner:
+                del self._inner[above]
+                self._order.add(above, self._history[above], first=True)
+        self._ghosts[block_hash] = self._history.pop(block)
         if len(self._ghosts) > GHOSTS * self._num_blocks:
             self._ghosts.popitem(last=False)
         return block
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) + len(self._inner)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._order
+        return block in self._order or block in self._inner
 
     def _rate(self, history: History) -> float:
         return return_rate(self.parameters, history, self._time, self.mean_gap)
@@ -165,11 +190,13 @@ class _Order(Generic[Key]):
         self._class_of: dict[Key, tuple[int, int]] = {}
         self._heads: list[tuple[float, int, Key]] | None = None  # a heap by rate, then release; None: outdated
 
-    def add(self, key: Key, history: History) -> None:
-        """`key` is not there yet, and was released after all that are."""
+    def add(self, key: Key, history: History, *, first: bool = False) -> None:
+        """`key` is not there yet, and was released after all that are, or before them (`first`)."""
         half_octaves = int(2 * math.log2(1 + history.last - history.first))
         name = self._class_of[key] = min(history.num_uses, 16), half_octaves
         self._classes.setdefault(name, collections.OrderedDict())[key] = history
+        if first:
+            self._classes[name].move_to_end(key, last=False)
         self._heads = None
 
     def discard(self, key: Key) -> None:
