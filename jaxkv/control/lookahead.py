@@ -28,7 +28,7 @@ class LookAhead(EvictionPolicy):
     def wait(self, rank: Rank, hashes: Sequence[BlockHash]) -> None:
         """A request has come into sight that will ask for these blocks; nothing happens if it is in sight already."""
         if rank not in self._hashes:
-            self._hashes[rank] = tuple(hashes)
+            self._hashes[rank] = tuple(dict.fromkeys(hashes))  # a damaged trace may name one twice
             for block_hash in hashes:
                 self._waiters.setdefault(block_hash, set()).add(rank)
 

@@ -48,6 +48,13 @@ def test_what_nobody_waits_for_goes_first_and_what_is_needed_last_next():
         policy.evict()
 
 
+def test_a_hash_named_twice_is_no_harm():
+    policy = filled(b"a", b"b")
+    policy.wait((0, 1), [b"a", b"a"])
+    policy.stop_waiting((0, 1))
+    assert [policy.evict(), policy.evict()] == [0, 1]
+
+
 def test_a_better_rank_that_comes_later_counts():
     policy = filled(b"a", b"b")
     policy.wait((0, 1), [b"a"])
