@@ -5,8 +5,8 @@
     python scripts/bench_eviction.py --trace=mooncake_conversation.jsonl.gz --plot=hit_rates.png
     python scripts/bench_eviction.py --synthetic=agents --lookaheads=0,32
 
-Serial: one request at a time, so it needs no model and no GPU. Policies adapt on the first half of the requests, and hits
-are counted on the second.
+Serial: one request at a time, so it needs no model and no GPU. Policies adapt on the first half of the requests, and
+hits are counted on the second.
 """
 
 import importlib.util

@@ -32,9 +32,7 @@ def share_closed(trace, capacity, skip, policy, lookahead=0):
 def test_return_rate_on_the_first_1000_rows():
     """Too short for counts to tell much: what is asserted is half of what was measured (0.138 and 0.189)."""
     trace = mooncake("mooncake_conversation_first1000.jsonl.gz")
-    lru, opt, alone, seeing = hits_of(
-        trace, 1000, 300, ("lru", 0), (OPT, 0), ("return_rate", 0), ("return_rate", 32)
-    )
+    lru, opt, alone, seeing = hits_of(trace, 1000, 300, ("lru", 0), (OPT, 0), ("return_rate", 0), ("return_rate", 32))
     assert 0.07 * (opt - lru) < alone - lru < seeing - lru
 
 
