@@ -16,7 +16,7 @@ as long as returns take here. Around the formula:
   * the other parameters are chosen among a few sets, of which plain LRU is one: each runs a miniature cache on a sample
     of the blocks, and the one that hits most is in force (Waldspurger et al., USENIX ATC 2017);
   * a block stays as long as one that continues it: a long conversation's head can look overdue before its newest turn
-    does, and without the head the rest can't be found (this cost 3 % of all hits on traces of agents).
+    does, and without the head the rest can't be found (3 % of all blocks asked for, on traces of agents).
 
 Time is counted in released blocks. The miniature caches ignore the chains that blocks form.
 """
