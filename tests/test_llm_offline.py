@@ -134,7 +134,7 @@ def test_an_engine_error_is_raised():
         llm.generate("x")
 
 
-def test_progress_counts_requests():
+def test_progress_counts_sequences():
     seen = []
 
     class Recorder:
@@ -142,7 +142,7 @@ def test_progress_counts_requests():
             seen.append((stage, done, total, unit))
 
     make().generate(["a", "b", "c"], LONG, progress=Recorder())
-    assert seen == [("generate", n, 3, "requests") for n in (1, 2, 3)]
+    assert seen == [("generate", n, 3, "sequences") for n in (1, 2, 3)]
 
 
 def test_closing():

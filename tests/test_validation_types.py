@@ -1,4 +1,4 @@
-"""Values of the wrong type are refused before they reach the engine, where they would take every request with them."""
+"""Values of the wrong type, or of no sense, are refused before they reach the engine, where they would take every request with them."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ WRONG = {
     "max_tokens": [1.5, "3", True], "temperature": ["x", None, True], "top_p": ["1", None], "top_k": [1.0, None],
     "min_p": ["0"], "seed": [1.5, "s", False], "stop": ["text", (1,), None], "stop_token_ids": [(1.5,), 3, ("a",)],
     "include_stop_str_in_output": [1], "ignore_eos": [None, 0], "min_tokens": [0.5, None], "logprobs": [True, 2.0],
-    "skip_special_tokens": ["yes"],
+    "skip_special_tokens": ["yes"], "n": [0, -1, 1.5, None, True],
 }  # fmt: skip
 
 

@@ -6,6 +6,9 @@
 The copied head is the part of one cached block that agrees with the prompt: it is copied into the request's own block
 (copy-on-write), and computing goes on behind it. The last token is always computed: its logits are needed.
 
+A fork finds all but its last token in its parent's blocks, as long as the parent runs: whole ones are shared and the
+last, partial one is copied, whether or not they can be found by hash. Later it looks up its tokens like any request.
+
 Inside a plan block copies run before prefill. So a block that is written in the plan under construction can be shared
 whole by others of that plan, but copied from only in later ones; and a block that is copied from stays owned until the
 plan is complete, or it might be the target of another copy.
@@ -16,7 +19,7 @@ import dataclasses
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import BlockHash, token_bytes
-from jaxkv.control.request_state import RequestState
+from jaxkv.control.request_state import RequestState, Status
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
@@ -69,6 +72,8 @@ class PrefixSharing:
 
     def find(self, state: RequestState) -> PrefixHit:
         """Changes nothing: `take` must follow before anything else is allocated."""
+        if state.parent is not None and state.parent.status is Status.RUNNING:
+            return self._find_in_parent(state, state.parent)
         if not self._is_enabled:
             return PrefixHit()
         size, num_known = self._block_size, len(state.token_ids)
@@ -89,13 +94,21 @@ class PrefixSharing:
             source, num_head = None, 0
         return PrefixHit(blocks, num_full, source, num_head, is_complete)
 
+    def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
+        """A fork's known tokens are the first ones of its parent: all but the last are shared, published or not."""
+        num_shared = len(state.token_ids) - 1
+        num_blocks, num_head = divmod(num_shared, self._block_size)
+        source = parent.blocks[num_blocks] if num_head else None
+        return PrefixHit(tuple(parent.blocks[:num_blocks]), num_shared - num_head, source, num_head, is_complete=True)
+
     def take(self, state: RequestState, hit: PrefixHit, num_blocks: int) -> None:
         """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
-        if self._is_enabled:
+        if self._is_enabled or hit.is_complete:
             self._count(state, hit)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
         num_hits = len(hit.blocks)
-        own = self._blocks.allocate(num_blocks - num_hits, state.block_hashes[num_hits:])
+        # The last block of a complete hit is a copy: a second one of a block that others may copy from in this plan.
+        own = self._blocks.allocate(num_blocks - num_hits, () if hit.is_complete else state.block_hashes[num_hits:])
         state.blocks = [*hit.blocks, *own]
         state.num_computed = hit.num_tokens
         state.num_published_blocks = num_hits

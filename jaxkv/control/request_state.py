@@ -40,7 +40,10 @@ class RequestState:
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
-      num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+      num_cached_tokens: prompt tokens found in the prefix cache, or shared with `parent`, at the first admission.
+      parent: of a fork that has not been admitted yet: whom to share K/V with.
+      num_inherited_tokens: of a fork: output tokens that its parent had generated; they are not delivered again.
+      prefilled_in: id of the plan with the chunk of the last known token.
     """
 
     request: Request
@@ -66,6 +69,9 @@ class RequestState:
     num_plans_in_flight: int = 0
     is_decoding: bool = False
     num_cached_tokens: int = 0
+    parent: "RequestState | None" = None
+    num_inherited_tokens: int = 0
+    prefilled_in: int = -1
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -81,6 +87,7 @@ class RequestState:
 
     @property
     def num_generated_tokens(self) -> int:
+        """Those that a fork inherited included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -140,7 +147,7 @@ class RequestState:
             finish_reason=finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens,
+            num_generated_tokens=self.num_generated_tokens - self.num_inherited_tokens,
             num_preemptions=self.num_preemptions,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
@@ -149,14 +156,22 @@ class RequestState:
 
 
 def new_request_state(
-    request: Request, limits: ExecutorLimits, config: SchedulerConfig, arrival_number: int, now: float
+    request: Request,
+    limits: ExecutorLimits,
+    config: SchedulerConfig,
+    arrival_number: int,
+    now: float,
+    parent: RequestState | None = None,
 ) -> RequestState:
-    """State of a request that has just arrived. Raises RequestError when it can never be served."""
+    """State of a request that has just arrived. Raises RequestError when it can never be served.
+
+    `parent`: whose tokens it continues, for a fork.
+    """
     max_total_tokens = _max_total_tokens(request, limits, config.max_pinned_blocks)
     # A stray id would fail on the device, where it takes every other request with it.
-    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= config.vocab_size:
-        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < config.vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary, 0 to {config.vocab_size - 1}", param="prompt")
+    extremes = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if wrong := [token for token in extremes if not 0 <= token < config.vocab_size]:
+        raise RequestError(f"token id {wrong[0]} is outside the vocabulary, 0 to {config.vocab_size - 1}", param="prompt")
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
@@ -179,9 +194,24 @@ def new_request_state(
         root=root_hash(config.cache_root, request.cache_salt),
         unsalted_root=root_hash(config.cache_root, None),
     )
+    if parent is not None:
+        _inherit(state, parent)
     if config.enable_prefix_caching:
         state.extend_hashes(limits.block_size)
     return state
+
+
+def _inherit(state: RequestState, parent: RequestState) -> None:
+    state.parent = parent
+    state.token_ids = parent.token_ids.copy()
+    state.num_inherited_tokens = parent.num_generated_tokens
+    state.block_hashes, state.unsalted_hashes = parent.block_hashes.copy(), parent.unsalted_hashes.copy()
+    if len(state.token_ids) >= state.max_total_tokens:
+        raise RequestError(
+            f"max_tokens is {state.sampling.max_tokens}, but request {parent.request_id!r} has generated "
+            f"{state.num_inherited_tokens} tokens, which count: raise max_tokens above that",
+            param="max_tokens",
+        )
 
 
 def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_blocks: int) -> int:

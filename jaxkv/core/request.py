@@ -10,12 +10,13 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     Attributes:
+      n: sequences that continue the prompt, each on its own; they share the prompt's K/V, which is computed once.
       max_tokens: most new tokens; None means up to max_model_len.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
       top_p: keep the smallest set whose probability reaches top_p.
       min_p: drop tokens less likely than min_p times the likeliest.
-      seed: same seed, same prompt, same tokens, whatever else runs; None draws one.
+      seed: same seed, same prompt, same tokens, whatever else runs; None draws one. Of n sequences, the i-th has seed + i.
       stop: texts that end the output (not included in it unless include_stop_str_in_output).
       stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
@@ -23,6 +24,7 @@ class SamplingParams:
       logprobs: None, or how many alternatives to report a token (0: the chosen token only).
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -95,3 +97,15 @@ class Request:
     arrival_time: float | None = None
     priority: int = 0
     cache_salt: str | None = None
+
+    def sequences(self) -> tuple["Request", ...]:
+        """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2, ...; n is 1 in each."""
+        if self.sampling.n == 1:
+            return (self,)
+        return tuple([self._sequence(i) for i in range(self.sampling.n)])
+
+    def _sequence(self, i: int) -> "Request":
+        sampling = dataclasses.replace(self.sampling, n=1)
+        if i and sampling.seed is not None:
+            sampling = dataclasses.replace(sampling, seed=(sampling.seed + i) % 2**31)
+        return dataclasses.replace(self, request_id=f"{self.request_id}#{i}" if i else self.request_id, sampling=sampling)

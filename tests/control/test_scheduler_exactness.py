@@ -28,6 +28,7 @@ from jaxkv.control.prefix_index import hash_blocks
 from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import MissReason
 from jaxkv.core.request import FinishReason, Request, SamplingParams
 from tests.support.history_executor import VOCAB, HistoryExecutor, naive_generate
@@ -41,20 +42,40 @@ class Driver:
         self.scheduler = Scheduler(limits, config)
         self.executor = HistoryExecutor(limits)
         self.in_flight = collections.deque()
-        self.expected, self.got, self.reasons, self.plans = {}, {}, {}, []
+        self.expected, self.inherited, self.got, self.reasons, self.plans = {}, {}, {}, {}, []
         self.numbers = itertools.count()
         self.pinned = set()
+        self.num_forks = 0
 
     def add(self, prompt, sampling, **fields):
         request_id = f"r{next(self.numbers)}"
         request = Request(request_id, tuple(prompt), sampling, **fields)
         self.scheduler.add(request)
+        self.expect(request)
+        return request_id
+
+    def fork(self, parent_id, sampling):
+        """False when the parent's output is as long already as the fork's may become."""
+        request_id = f"r{next(self.numbers)}"
+        parent, known = self.executor.requests[parent_id][0], self.inherited[parent_id] + self.got[parent_id]
+        try:
+            assert self.scheduler.fork(parent_id, request_id, sampling) == known
+        except RequestError as error:
+            assert error.param == "max_tokens" and sampling.max_tokens <= len(known)
+            return False
+        self.expect(dataclasses.replace(parent, request_id=request_id, sampling=sampling), known)
+        self.num_forks += 1
+        self.scheduler.check()
+        return True
+
+    def expect(self, request, inherited=()):
+        request_id = request.request_id
         seed = next(s.sampling.seed for s in self.scheduler.waiting if s.request_id == request_id)
-        output, reason = naive_generate(request, seed, self.limits)
-        self.expected[request_id] = (output, reason)
+        output, reason = naive_generate(request, seed, self.limits, inherited)
+        self.inherited[request_id] = inherited
+        self.expected[request_id] = (output[len(inherited) :], reason)
         self.executor.requests[request_id] = (request, request.prompt_token_ids + output)
         self.got[request_id] = ()
-        return request_id
 
     def submit(self):
         if len(self.in_flight) == self.depth:
@@ -84,12 +105,12 @@ class Driver:
         stats = self.scheduler.stats
         cache = stats.prefix_cache
         assert cache.hit + cache.num_missed == cache.queried and min(cache.missed.values()) >= 0
+        assert cache.hit == stats.cached_tokens
         if self.scheduler.config.enable_prefix_caching:
             assert cache.queried - cache.missed[MissReason.RECOMPUTED] == stats.prompt_tokens
-            assert cache.hit == stats.cached_tokens
-        else:
+        elif not self.num_forks:
             assert cache.queried == 0
-        if not self.scheduler.config.share_partial_blocks:
+        if not self.scheduler.config.share_partial_blocks and not self.num_forks:
             assert cache.hit_partial_block == 0
 
     def end(self, request_id, reason):
@@ -178,6 +199,10 @@ def random_setup(rng):
     return limits, config, rng.choice([1, 2, 2, 3])
 
 
+def fork_random(driver, rng):
+    return driver.fork(rng.choice(driver.scheduler.live_ids), random_sampling(rng))
+
+
 def add_random(driver, rng):
     prompt = random_prompt(rng, driver.limits.max_model_len - 4)
     salt = rng.choice([None, None, None, "a"])
@@ -185,9 +210,10 @@ def add_random(driver, rng):
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any order of adds, submits, reads, ends and preemptions."""
+    """Any order of adds, forks, submits, reads, ends, pins and preemptions. Extending, finishing and evicting are what
+    submits and reads do in the small pools of `random_setup`."""
 
-    num_steps = 0
+    num_steps = num_forks = num_evictions = 0
 
     @initialize(rng=st.randoms(use_true_random=False))
     def set_up(self, rng):
@@ -197,6 +223,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32 - 1))
     def add(self, seed):
         add_random(self.driver, random.Random(seed))
+
+    @precondition(lambda self: self.driver.scheduler.has_requests)
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def fork(self, seed):
+        type(self).num_forks += fork_random(self.driver, random.Random(seed))
 
     @rule()
     def submit(self):
@@ -232,10 +263,11 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "driver"):
             self.driver.drain()
+            type(self).num_evictions += self.driver.scheduler.blocks.num_evictions
 
 
 def test_any_order_of_operations_is_exact():
-    EngineMachine.num_steps = 0
+    EngineMachine.num_steps = EngineMachine.num_forks = EngineMachine.num_evictions = 0
     run_state_machine_as_test(
         EngineMachine,
         settings=hypothesis.settings(
@@ -247,13 +279,15 @@ def test_any_order_of_operations_is_exact():
             suppress_health_check=list(hypothesis.HealthCheck),
         ),
     )
-    assert EngineMachine.num_steps >= 10_000
+    assert EngineMachine.num_steps >= 10_000  # rules that ran, each with all invariants checked after it
+    assert EngineMachine.num_forks >= 500 and EngineMachine.num_evictions >= 500
 
 
 def test_long_random_runs_are_exact():
     """Fewer surprises than hypothesis finds, but deep queues and thousands of steps on one pool."""
     forced = preemptions = shared = 0
     cached_by, missed = [0, 0], dict.fromkeys(MissReason, 0)
+    forks = 0
     for seed in range(80):
         rng = random.Random(seed)
         driver = Driver(*random_setup(rng))
@@ -261,14 +295,16 @@ def test_long_random_runs_are_exact():
             move = rng.random()
             if move < 0.15 and len(driver.expected) < 40:
                 add_random(driver, rng)
-            elif move < 0.17 and driver.scheduler.has_requests:
+            elif move < 0.2 and driver.scheduler.has_requests and len(driver.expected) < 40:
+                forks += fork_random(driver, rng)
+            elif move < 0.22 and driver.scheduler.has_requests:
                 driver.end(rng.choice(driver.scheduler.live_ids), FinishReason.ABORT)
-            elif move < 0.19 and driver.scheduler.running:
+            elif move < 0.24 and driver.scheduler.running:
                 driver.preempt(rng.choice(driver.scheduler.running).request_id)
                 forced += 1
-            elif move < 0.2:
+            elif move < 0.25:
                 driver.turn_pin(rng.choice([None, "a"]))
-            elif move < 0.6:
+            elif move < 0.63:
                 driver.submit()
             else:
                 driver.read()
@@ -281,6 +317,7 @@ def test_long_random_runs_are_exact():
         for reason, count in cache.missed.items():
             missed[reason] += count
     # Else the runs did not exercise what they are for.
+    assert forks > 200
     assert preemptions - forced > 100 and shared > 1000 and min(cached_by) > 300
     assert {reason for reason, count in missed.items() if count > 10} == set(MissReason) - {MissReason.NEEDS_LOGITS}
 
@@ -297,11 +334,13 @@ def test_same_tokens_in_every_setting(caching, depth, budget, steps):
     shared = [rng.randrange(VOCAB) for _ in range(13)]
     for index in range(10):
         own = [rng.randrange(VOCAB) for _ in range(index % 4)]
-        driver.add(shared[: 13 - index % 3] + own, SamplingParams(max_tokens=6 + 2 * (index % 5)))
+        parent = driver.add(shared[: 13 - index % 3] + own, SamplingParams(max_tokens=6 + 2 * (index % 5)))
+        if index % 3 == 0:
+            driver.fork(parent, SamplingParams(max_tokens=6 + 2 * (index % 5)))
     driver.drain()
-    assert driver.scheduler.stats.num_finished[FinishReason.LENGTH] == 10
-    assert driver.scheduler.stats.generated_tokens == sum(6 + 2 * (i % 5) for i in range(10))
-    assert (driver.scheduler.stats.cached_tokens > 0) == caching
+    assert driver.scheduler.stats.num_finished[FinishReason.LENGTH] == 14
+    assert driver.scheduler.stats.generated_tokens == sum((1 + (i % 3 == 0)) * (6 + 2 * (i % 5)) for i in range(10))
+    assert driver.scheduler.stats.cached_tokens > (100 if caching else 10)
 
 
 class BrokenScheduler(Scheduler):
@@ -321,8 +360,15 @@ class BrokenScheduler(Scheduler):
             plan = dataclasses.replace(plan, block_copies=tuple(copy for copy in copies if copy.num_tokens))
         return plan
 
-    def _admissible_hit(self, state):
-        hit = super()._admissible_hit(state)
+    def _is_early(self, state):
+        return self.mutation != "fork_too_early" and super()._is_early(state)
+
+    def _admissible_hit(self, state, num_early):
+        hit = super()._admissible_hit(state, num_early)
+        if self.mutation == "fork_writes_to_shared_block" and hit is not None and state.parent and hit.source:
+            hit = dataclasses.replace(hit, blocks=hit.used_blocks, source=None)
+        if self.mutation == "fork_shares_last_token" and hit is not None and state.parent and hit.source:
+            hit = dataclasses.replace(hit, num_head_tokens=hit.num_head_tokens + 1)
         if self.mutation == "share_any_block" and self.running and hit == PrefixHit():
             hit = PrefixHit((self.running[0].blocks[0],), self.limits.block_size)
         return hit
@@ -354,6 +400,9 @@ def hash_blocks_without_parent(parent, token_ids, block_size):
         "forget_copies",
         "copy_too_little",
         "copy_in_same_plan",
+        "fork_too_early",
+        "fork_writes_to_shared_block",
+        "fork_shares_last_token",
     ],
 )
 def test_oracle_catches_mutants(mutation, monkeypatch):
@@ -371,7 +420,9 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
         rng = random.Random(1)
         for index in range(40):
             prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
-            driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
+            parent = driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
+            if index % 8 == 0:
+                driver.fork(parent, SamplingParams(max_tokens=12))
             if index % 3 == 0:
                 driver.submit()
                 driver.read()
