@@ -1,4 +1,5 @@
-"""Values of the wrong type, or of no sense, are refused before they reach the engine, where they would take every request with them."""
+"""Values of the wrong type, or of no sense, are refused before they reach the engine: there they would take every request
+with them."""
 
 import dataclasses
 

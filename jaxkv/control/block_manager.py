@@ -78,6 +78,8 @@ class BlockManager:
         The caller has checked `num_free`.
         """
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        if not hashes:
+            return [self._take() for _ in range(count)]
         stranded: dict[int, int] = {}
         for place, block_hash in enumerate(hashes[:count]):
             block = self._index.find(block_hash)

@@ -125,16 +125,17 @@ class PrefixSharing:
         if num_full <= state.num_published_blocks or not self._is_enabled:
             return
         state.extend_hashes(size)
+        parent = state.parent_hash(state.num_published_blocks)
         for place in range(state.num_published_blocks, num_full):
-            block, parent = state.blocks[place], state.parent_hash(place)
+            block, block_hash = state.blocks[place], state.block_hashes[place]
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-            if self._blocks.register(block, state.block_hashes[place], parent, unsalted):
+            if self._blocks.register(block, block_hash, parent, unsalted):
                 self.pins.published(state.root, block)
-                head = block, parent, token_bytes(state.token_ids[place * size : (place + 1) * size])
                 if planned:
-                    self._new_heads.append(head)
+                    self._new_heads.append((block, parent, state.block_tokens[place]))
                 else:
-                    self._blocks.index.add_head(*head)
+                    self._blocks.index.add_head(block, parent, state.block_tokens[place])
+            parent = block_hash
         state.num_published_blocks = num_full
 
     def end_admissions(self) -> tuple[BlockCopy, ...]:

@@ -6,7 +6,7 @@ import enum
 import hashlib
 
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.prefix_index import BlockHash, hash_blocks, root_hash
+from jaxkv.control.prefix_index import BlockHash, chain_hashes, root_hash, split_blocks
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import RequestMetrics
@@ -37,6 +37,7 @@ class RequestState:
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
+      block_tokens: `token_bytes` of the same blocks.
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
@@ -61,6 +62,7 @@ class RequestState:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_uploaded_blocks: int = 0
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
+    block_tokens: list[bytes] = dataclasses.field(default_factory=list)
     unsalted_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     num_computed: int = 0
@@ -113,11 +115,12 @@ class RequestState:
         """Hash the full blocks of known tokens that are not hashed yet."""
         num_hashed = len(self.block_hashes)
         if (num_hashed + 1) * block_size <= len(self.token_ids):
-            tokens = self.token_ids[num_hashed * block_size :]
-            self.block_hashes += hash_blocks(self.parent_hash(num_hashed), tokens, block_size)
+            blocks = split_blocks(self.token_ids[num_hashed * block_size :], block_size)
+            self.block_hashes += chain_hashes(self.parent_hash(num_hashed), blocks)
+            self.block_tokens += blocks
             if self.is_salted:
                 parent = self.unsalted_hashes[-1] if num_hashed else self.unsalted_root
-                self.unsalted_hashes += hash_blocks(parent, tokens, block_size)
+                self.unsalted_hashes += chain_hashes(parent, blocks)
 
     @property
     def is_salted(self) -> bool:
@@ -171,7 +174,8 @@ def new_request_state(
     # A stray id would fail on the device, where it takes every other request with it.
     extremes = min(request.prompt_token_ids), max(request.prompt_token_ids)
     if wrong := [token for token in extremes if not 0 <= token < config.vocab_size]:
-        raise RequestError(f"token id {wrong[0]} is outside the vocabulary, 0 to {config.vocab_size - 1}", param="prompt")
+        last = config.vocab_size - 1
+        raise RequestError(f"token id {wrong[0]} is outside the vocabulary, 0 to {last}", param="prompt")
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
@@ -206,6 +210,7 @@ def _inherit(state: RequestState, parent: RequestState) -> None:
     state.token_ids = parent.token_ids.copy()
     state.num_inherited_tokens = parent.num_generated_tokens
     state.block_hashes, state.unsalted_hashes = parent.block_hashes.copy(), parent.unsalted_hashes.copy()
+    state.block_tokens = parent.block_tokens.copy()
     if len(state.token_ids) >= state.max_total_tokens:
         raise RequestError(
             f"max_tokens is {state.sampling.max_tokens}, but request {parent.request_id!r} has generated "

@@ -108,4 +108,5 @@ class Request:
         sampling = dataclasses.replace(self.sampling, n=1)
         if i and sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=(sampling.seed + i) % 2**31)
-        return dataclasses.replace(self, request_id=f"{self.request_id}#{i}" if i else self.request_id, sampling=sampling)
+        request_id = f"{self.request_id}#{i}" if i else self.request_id
+        return dataclasses.replace(self, request_id=request_id, sampling=sampling)

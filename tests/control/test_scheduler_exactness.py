@@ -1,4 +1,4 @@
-"""Long random runs and the product of settings: tokens are those of a naive full recompute (see scheduler_driver.py)."""
+"""Long random runs and the product of settings: tokens are those of a naive recompute (see scheduler_driver.py)."""
 
 import random
 

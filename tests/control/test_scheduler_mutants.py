@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.prefix_index import hash_blocks
+from jaxkv.control.prefix_index import chain_hashes
 from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -54,9 +54,8 @@ class BrokenScheduler(Scheduler):
         return update._replace(blocks=()) if self.mutation == "forget_table_updates" else update
 
 
-def hash_blocks_without_parent(parent, token_ids, block_size):
-    starts = range(0, len(token_ids) - block_size + 1, block_size)
-    return [hash_blocks(parent, token_ids[start : start + block_size], block_size)[0] for start in starts]
+def hashes_without_parent(parent, blocks):
+    return [chain_hashes(parent, [block])[0] for block in blocks]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
     driver.scheduler = BrokenScheduler(limits, SchedulerConfig(seed=3))
     driver.scheduler.mutation = mutation
     if mutation == "hash_without_parent":
-        monkeypatch.setattr("jaxkv.control.request_state.hash_blocks", hash_blocks_without_parent)
+        monkeypatch.setattr("jaxkv.control.request_state.chain_hashes", hashes_without_parent)
     if mutation == "copy_in_same_plan":
         publish = PrefixSharing.publish
         monkeypatch.setattr(PrefixSharing, "publish", lambda self, *args, planned: publish(self, *args, planned=False))
