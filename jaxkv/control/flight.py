@@ -30,7 +30,7 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
         state, count = flight.state, len(row.token_ids)
         if row.request_id != state.request.request_id:
             raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
-        if state.status is Status.FINISHED or count == flight.num_sampled:
+        if count == flight.num_sampled or state.status is Status.FINISHED:
             continue
         if not (row.stopped and 0 < count < flight.num_sampled):
             raise RuntimeError(

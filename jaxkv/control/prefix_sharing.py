@@ -25,6 +25,12 @@ from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
 
 
+# Blocks of generated tokens are published so many at a time, and the rest when the request lets go of them: hashing and
+# indexing a block by itself costs the host three times as much, at 256 rows a millisecond a step. What others share of a
+# request that still runs is its prompt, or it is forked.
+PUBLISHED_AT_ONCE = 4
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixHit:
     """The longest cached prefix of a request's known tokens, short of the last one.
@@ -53,6 +59,10 @@ class PrefixHit:
         return dataclasses.replace(self, source=None, num_head_tokens=0)
 
 
+def _running_parent(state: RequestState) -> RequestState | None:
+    return state.parent if state.parent is not None and state.parent.status is Status.RUNNING else None
+
+
 class PrefixSharing:
     """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`.
 
@@ -72,8 +82,8 @@ class PrefixSharing:
 
     def find(self, state: RequestState) -> PrefixHit:
         """Changes nothing: `take` must follow before anything else is allocated."""
-        if state.parent is not None and state.parent.status is Status.RUNNING:
-            return self._find_in_parent(state, state.parent)
+        if (parent := _running_parent(state)) is not None:
+            return self._find_in_parent(state, parent)
         if not self._is_enabled:
             return PrefixHit()
         size, num_known = self._block_size, len(state.token_ids)
@@ -105,6 +115,8 @@ class PrefixSharing:
         """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
         if self._is_enabled or hit.is_complete:
             self._count(state, hit)
+        if (parent := _running_parent(state)) is not None:  # or the blocks that follow would hang in the air
+            self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
         num_hits = len(hit.blocks)
         # The last block of a complete hit is a copy: a second one of a block that others may copy from in this plan.

@@ -136,7 +136,7 @@ class RequestState:
             self.request.request_id,
             () if row is None else row.token_ids,
             finish_reason,
-            row.token_ids[-1] if finish_reason is FinishReason.STOP and row is not None else None,
+            row.token_ids[-1] if finish_reason and finish_reason is FinishReason.STOP and row is not None else None,
             None if row is None else row.logprobs,
             len(self.request.prompt_token_ids),
             self.num_cached_tokens,
