@@ -40,17 +40,18 @@ def test_cost_of_a_step_does_not_depend_on_the_size_of_the_pool():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("decode_steps", "target"), [(1, 0.001), (8, 0.004)])
+@pytest.mark.parametrize(("decode_steps", "target"), [(1, 0.001), (8, 0.002)])
 def test_host_cost_of_a_step_with_256_rows(decode_steps, target):
-    """Target: 1 ms for schedule and update together, at C = 1. The best of many steps must keep twice that, on any
-    machine we meet, busy ones included.
+    """Targets for schedule and update together; the best of many steps must keep twice that, on any machine we meet,
+    busy ones included.
 
-    At C = 8 half of the rows fill a block in every step, which is then hashed and published.
+    The rows stand at all places of a block, so that every step is alike: at C = 8 half of the rows fill a block in each,
+    and an eighth of them hash and publish four.
     """
     limits = ExecutorLimits(100_001, 16, 256, 8192, 256, 4096, 8)
     scheduler = Scheduler(limits, SchedulerConfig(decode_steps=decode_steps))
     for number in range(256):
-        add(scheduler, str(number), list(range(number * 300, number * 300 + 200)), max_tokens=3000)
+        add(scheduler, str(number), list(range(number * 300, number * 300 + 200 + number % 16)), max_tokens=3000)
     while scheduler.waiting or not all(state.is_decoding for state in scheduler.running):
         scheduler.update(result_of(scheduler.schedule()))
     seconds = []
