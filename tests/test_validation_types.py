@@ -1,5 +1,4 @@
-"""Values of the wrong type, or of no sense, are refused before they reach the engine: there they would take every request
-with them."""
+"""Values of the wrong type are refused before they reach the engine, where they would take every request with them."""
 
 import dataclasses
 

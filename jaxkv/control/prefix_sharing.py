@@ -24,10 +24,9 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
 
-
-# Blocks of generated tokens are published so many at a time, and the rest when the request lets go of them: hashing and
-# indexing a block by itself costs the host three times as much, at 256 rows a millisecond a step. What others share of a
-# request that still runs is its prompt, or it is forked.
+# Blocks of generated tokens are published so many at a time, the rest when the request lets go of them: one by one they
+# cost the host nearly twice as much, felt at 256 rows. What others share of a running request is its prompt; a fork
+# publishes what it hangs on.
 PUBLISHED_AT_ONCE = 4
 
 

@@ -30,6 +30,7 @@ from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
 from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
+from jaxkv.control.request_checks import check_states
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
@@ -406,23 +407,12 @@ class Scheduler:
         del self._live[state.request_id]
         self.stats.record_finished(state.metrics(reason, now))
 
-    # -- checks
-
     def check(self) -> None:
         """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""
         self.blocks.check([state.blocks for state in self.running] + self.prefixes.pins.owners())
         rows = [state.row for state in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
-        assert self.running == sorted(self.running, key=lambda state: state.rank), "running requests are out of order"
-        assert {*self.running, *self.waiting} == set(self._live.values()), "a live request is lost"
-        assert len(self.running) + len(self.waiting) == len(self._live), "a request runs and waits at once"
-        for state in self.waiting:
-            assert state.status is Status.WAITING and not state.blocks and not state.is_decoding, state
-        for state in self.running:
-            assert state.status is Status.RUNNING and state.num_remaining >= 0, state
-            known = len(state.token_ids) + state.num_sampled_in_flight
-            assert state.num_scheduled == known - 1 if state.is_decoding else state.num_scheduled < known, state
-            assert state.num_scheduled <= len(state.blocks) * self.limits.block_size, state
+        check_states(self.running, list(self.waiting), self._live.values(), self.limits.block_size)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)

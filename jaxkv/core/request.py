@@ -16,7 +16,7 @@ class SamplingParams:
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
       top_p: keep the smallest set whose probability reaches top_p.
       min_p: drop tokens less likely than min_p times the likeliest.
-      seed: same seed, same prompt, same tokens, whatever else runs; None draws one. Of n sequences, the i-th has seed + i.
+      seed: same seed, same prompt, same tokens, whatever else runs; None draws one. Sequence i has seed + i.
       stop: texts that end the output (not included in it unless include_stop_str_in_output).
       stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
@@ -99,7 +99,7 @@ class Request:
     cache_salt: str | None = None
 
     def sequences(self) -> tuple["Request", ...]:
-        """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2, ...; n is 1 in each."""
+        """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2 ...; n is 1 in each."""
         if self.sampling.n == 1:
             return (self,)
         return tuple([self._sequence(i) for i in range(self.sampling.n)])

@@ -118,6 +118,22 @@ def test_a_running_request_is_forked_where_it_stands():
     assert scheduler.stats.prompt_tokens == 6 + 15 and scheduler.stats.cached_tokens == 14
 
 
+def test_what_a_fork_hangs_on_is_findable_before_it():
+    """The parent's generated blocks may not have been published yet (they are, four at a time)."""
+    scheduler = make()
+    add(scheduler, "a", list(range(6)))
+    run(scheduler)
+    run(scheduler)  # 15 tokens are known, 3 full blocks have K/V; only that of the prompt is published
+    assert len(scheduler.blocks.index) == 1
+    fork(scheduler, "a", "b")
+    run(scheduler)
+    state = next(state for state in scheduler.running if state.request_id == "b")
+    assert scheduler.blocks.match(state.block_hashes).blocks == tuple(state.blocks[:3])
+    scheduler.finish("b", FinishReason.STOP)
+    scheduler.check()
+    assert scheduler.blocks.match(state.block_hashes).num_tokens == 12
+
+
 def test_a_fork_keeps_salt_and_priority():
     scheduler = make(SchedulerConfig(policy="priority"))
     add(scheduler, "a", 6, cache_salt="x", priority=3)

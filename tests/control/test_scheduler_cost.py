@@ -45,8 +45,8 @@ def test_host_cost_of_a_step_with_256_rows(decode_steps, target):
     """Targets for schedule and update together; the best of many steps must keep twice that, on any machine we meet,
     busy ones included.
 
-    The rows stand at all places of a block, so that every step is alike: at C = 8 half of the rows fill a block in each,
-    and an eighth of them hash and publish four.
+    The rows stand at all places of a block, so that every step is alike: at C = 8 half of the rows fill a block in
+    each, and an eighth of them hash and publish four.
     """
     limits = ExecutorLimits(100_001, 16, 256, 8192, 256, 4096, 8)
     scheduler = Scheduler(limits, SchedulerConfig(decode_steps=decode_steps))
