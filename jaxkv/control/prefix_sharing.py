@@ -118,8 +118,9 @@ class PrefixSharing:
             self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
         num_hits = len(hit.blocks)
-        # The last block of a complete hit is a copy: a second one of a block that others may copy from in this plan.
-        own = self._blocks.allocate(num_blocks - num_hits, () if hit.is_complete else state.block_hashes[num_hits:])
+        # The copied block of a complete hit gets no block that is findable as such: others may copy from that in this plan.
+        is_copy = hit.is_complete and hit.source is not None
+        own = self._blocks.allocate(num_blocks - num_hits, () if is_copy else state.block_hashes[num_hits:])
         state.blocks = [*hit.blocks, *own]
         state.num_computed = hit.num_tokens
         state.num_published_blocks = num_hits

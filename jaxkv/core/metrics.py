@@ -59,8 +59,8 @@ class RequestMetrics:
     Attributes:
       first_scheduled: when a plan first held it; first_token / last_token: when tokens reached the host. None if it
         ended before.
-      num_cached_tokens: prompt tokens found in the prefix cache, or shared with the request that it was forked from, when
-        it was first admitted.
+      num_cached_tokens: prompt tokens found in the prefix cache, or shared with a fork's parent, when it was first
+        admitted.
       num_generated_tokens: tokens delivered, the stop id included; of a fork, only its own.
     """
 
@@ -119,8 +119,9 @@ class MissReason(enum.Enum):
 class PrefixCacheStats:
     """What requests found in the prefix cache, in tokens: hit + missed = queried.
 
-    A prompt is queried once, when it is first admitted; what a fork shares with its parent is a hit. After a preemption only what must be computed again counts, as
-    queried and as missed; what is found again is no hit, since the request put it there itself.
+    A prompt is queried once, when it is first admitted; what a fork shares with its parent is a hit. After a preemption
+    only what must be computed again counts, as queried and as missed; what is found again is no hit, since the request
+    put it there itself.
 
     Attributes:
       hit_full_block: in blocks shared whole; hit_partial_block: in the copied head of a block.
