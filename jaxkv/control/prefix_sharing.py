@@ -118,7 +118,7 @@ class PrefixSharing:
             self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
         num_hits = len(hit.blocks)
-        # The copied block of a complete hit gets no block that is findable as such: others may copy from that in this plan.
+        # The copy of a whole block takes no findable block of that content: others may copy from it in this plan.
         is_copy = hit.is_complete and hit.source is not None
         own = self._blocks.allocate(num_blocks - num_hits, () if is_copy else state.block_hashes[num_hits:])
         state.blocks = [*hit.blocks, *own]
