@@ -46,12 +46,14 @@ class GenerationOutput:
     Attributes:
       prompt: its text; None when it was given as token ids.
       num_cached_tokens: prompt tokens whose K/V came out of the prefix cache (as found by the first sequence).
+      prompt_logprobs: one entry a prompt token, if asked for; None for the first, which nothing predicts.
       outputs: its `SamplingParams.n` sequences.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     outputs: tuple[SequenceOutput, ...]
 
     @property
@@ -86,6 +88,7 @@ class _Running:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def take(self, output: RequestOutput) -> TextDelta:
         delta = self.output_text.feed(output.token_ids, output.finish_reason, output.stop_token_id)
@@ -93,6 +96,7 @@ class _Running:
         self.token_ids += output.token_ids[: delta.num_tokens]
         self.logprobs += (output.logprobs or ())[: delta.num_tokens]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         return delta
 
     def output(self, delta: TextDelta) -> SequenceOutput:
@@ -262,6 +266,7 @@ class LLM:
                     prompt=first.prompt,
                     prompt_token_ids=first.request.prompt_token_ids,
                     num_cached_tokens=first.num_cached_tokens,
+                    prompt_logprobs=first.prompt_logprobs,
                     outputs=(outputs[request_id], *[outputs[other] for other, _ in others]),
                 )
             )

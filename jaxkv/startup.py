@@ -20,6 +20,7 @@ from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
+from jaxkv.execution.decode_state import state_bytes
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
@@ -221,6 +222,12 @@ def _plan(
     needs = MemoryNeeds(
         weights=model.num_parameters() * itemsize,
         kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
+        decode_state=state_bytes(
+            config.max_num_seqs,
+            -(-(config.max_model_len or _model_limit(model)) // config.block_size),
+            ExecutorLimits.max_stop_ids,
+            model.vocab_size,
+        ),
         temporaries=max(per_seq * config.max_num_seqs, per_token * config.max_num_batched_tokens),
         temporaries_per_seq=per_seq,
         temporaries_per_token=per_token,

@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import SamplingParams
+from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams
 
 # Every stop string is searched for with each token.
 MAX_STOPS = 64
 # Half of the device's table of stop ids a row, which holds the model's own end-of-sequence ids too.
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_LENGTH = 1024
+# Far beyond what is useful, and no float32 logit overflows.
+REPETITION_PENALTIES = (0.01, 100.0)
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def checked_sampling(
@@ -23,7 +26,8 @@ def checked_sampling(
     max_logprobs: int,
     clip: bool = False,
 ) -> SamplingParams:
-    """The same parameters, ready for the device: top_k and seed fit 31 bits (equal seeds stay equal).
+    """The same parameters, ready for the device: top_k and seed fit 31 bits (equal seeds stay equal), logit_bias is a
+    tuple of pairs.
 
     Args:
       clip: stop at max_model_len where max_tokens asks for more, rather than refuse.
@@ -43,6 +47,10 @@ def checked_sampling(
     if params.top_p == 0:
         raise RequestError("top_p is 0; it must be above 0 and at most 1", param="top_p")
     _in_range("min_p", params.min_p, 0, 1)
+    _in_range("repetition_penalty", params.repetition_penalty, *REPETITION_PENALTIES)
+    _in_range("presence_penalty", params.presence_penalty, -2, 2)
+    _in_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    logit_bias = _checked_bias(params.logit_bias, vocab_size)
     if params.top_k < -1:
         raise RequestError(f"top_k is {params.top_k}; it must be positive, or 0 or -1 to keep all", param="top_k")
     if params.max_tokens is not None and params.max_tokens < 1:
@@ -53,11 +61,12 @@ def checked_sampling(
         raise RequestError(
             f"min_tokens is {params.min_tokens}, more than max_tokens = {params.max_tokens}", param="min_tokens"
         )
-    if params.logprobs is not None and not 0 <= params.logprobs <= max_logprobs:
-        raise RequestError(
-            f"{params.logprobs} logprobs asked for; 0 to {max_logprobs} can be had (the server's max_logprobs)",
-            param="logprobs",
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and not 0 <= count <= max_logprobs:
+            raise RequestError(
+                f"{count} {name} asked for; 0 to {max_logprobs} can be had (the server's max_logprobs)", param=name
+            )
     for name, stops, most in (
         ("stop", params.stop, MAX_STOPS),
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
@@ -76,7 +85,29 @@ def checked_sampling(
             )
     top_k = params.top_k if params.top_k < vocab_size else 0  # a huge k keeps all, and must not overflow 32 bits
     seed = None if params.seed is None else params.seed % 2**31
-    return dataclasses.replace(params, top_k=max(top_k, 0), seed=seed)
+    return dataclasses.replace(params, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias)
+
+
+def _checked_bias(
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]], vocab_size: int
+) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(map(tuple, logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias))
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise RequestError(
+            f"logit_bias has {len(pairs)} entries; at most {MAX_LOGIT_BIASES} are allowed", param="logit_bias"
+        )
+    if len(dict(pairs)) < len(pairs):
+        raise RequestError("logit_bias names a token id twice", param="logit_bias")
+    for token_id, bias in pairs:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"logit_bias has token id {token_id}; ids of this model are 0 to {vocab_size - 1}", param="logit_bias"
+            )
+        if not -100 <= bias <= 100:
+            raise RequestError(
+                f"logit_bias of token id {token_id} is {bias}; it must be -100 to 100", param="logit_bias"
+            )
+    return pairs
 
 
 def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, max_tokens: int | None) -> int:
@@ -109,8 +140,10 @@ def _check_types(params: SamplingParams) -> None:
     """A wrong type would fail later, in the engine, where it takes every other request with it."""
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if field.name in ("temperature", "top_p", "min_p"):
-            ok, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+        if field.name in _NUMBERS:
+            ok, wanted = _is_number(value), "a number"
+        elif field.name == "logit_bias":
+            ok, wanted = _is_bias(value), "a mapping, or a tuple of pairs, of token ids to numbers"
         elif field.name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             ok, wanted = isinstance(value, bool), "a bool"
         elif field.name in ("stop", "stop_token_ids"):
@@ -118,11 +151,29 @@ def _check_types(params: SamplingParams) -> None:
             ok = isinstance(value, list | tuple) and all(isinstance(entry, item) for entry in value)
             wanted = f"a tuple of {item.__name__}"
         else:
-            optional = field.name in ("max_tokens", "seed", "logprobs")
-            ok = (isinstance(value, int) and not isinstance(value, bool)) or (optional and value is None)
+            optional = field.name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+            ok = _is_integer(value) or (optional and value is None)
             wanted = "an integer or None" if optional else "an integer"
         if not ok:
             raise RequestError(f"{field.name} is {value!r}; it must be {wanted}", param=field.name)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
+
+
+def _is_bias(value: object) -> bool:
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    pairs = value.items() if isinstance(value, Mapping) else value
+    return all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and _is_integer(pair[0]) and _is_number(pair[1])
+        for pair in pairs
+    )
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

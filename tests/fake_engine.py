@@ -84,6 +84,9 @@ class FakeEngine:
                     TokenLogprobs(t, -0.5, 1, tuple([(t, -0.5), (t + 1, -1.5), (t + 2, float("-inf"))][:count]))
                     for t in new
                 )
+            of_prompt = None
+            if sampling.prompt_logprobs is not None and done == len(new):
+                of_prompt = (None, *(TokenLogprobs(t, -0.25, 1) for t in request.prompt_token_ids[1:]))
             self._live[request_id] = (request, tokens, done)
             if reason is not None:
                 del self._live[request_id]
@@ -96,6 +99,7 @@ class FakeEngine:
                     logprobs,
                     num_prompt_tokens=len(request.prompt_token_ids),
                     num_cached_tokens=len(request.prompt_token_ids) // 2,
+                    prompt_logprobs=of_prompt,
                 )
             )
         return outputs

@@ -98,6 +98,16 @@ def test_a_stream_is_one_sequence():
     with pytest.raises(RequestError, match="n is 2; a stream gives one sequence"):
         next(llm.stream("abc", SamplingParams(n=2)))
     assert llm.started.engine.added == []
+def test_prompt_logprobs_come_with_the_output():
+    llm = make(tokens_per_step=1)
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=0), SamplingParams(max_tokens=4, prompt_logprobs=0), LONG]
+    first, second, silent = llm.generate(["abc"] * 3, params)
+    for output in (first, second):
+        assert output.prompt_logprobs[0] is None
+        assert tuple(entry.token_id for entry in output.prompt_logprobs[1:]) == output.prompt_token_ids[1:]
+    assert silent.prompt_logprobs is None
+    llm.generate("abc", SamplingParams(logit_bias={5: 1.5}, presence_penalty=1))
+    assert llm.started.engine.added[-1].sampling.logit_bias == ((5, 1.5),)
 
 
 def test_stop_strings_end_the_engines_request_and_cut_the_tokens():

@@ -13,7 +13,9 @@ WRONG = {
     "max_tokens": [1.5, "3", True], "temperature": ["x", None, True], "top_p": ["1", None], "top_k": [1.0, None],
     "min_p": ["0"], "seed": [1.5, "s", False], "stop": ["text", (1,), None], "stop_token_ids": [(1.5,), 3, ("a",)],
     "include_stop_str_in_output": [1], "ignore_eos": [None, 0], "min_tokens": [0.5, None], "logprobs": [True, 2.0],
-    "skip_special_tokens": ["yes"], "n": [0, -1, 1.5, None, True],
+    "skip_special_tokens": ["yes"], "n": [0, -1, 1.5, None, True], "repetition_penalty": [None, "1"],
+    "presence_penalty": [True], "frequency_penalty": ["0"],
+    "logit_bias": [3, None, (1, 2), ((1, "2"),), {"1": 2.0}, {1: True}, ((1, 2, 3),)], "prompt_logprobs": [True, 1.0],
 }  # fmt: skip
 
 
@@ -31,3 +33,29 @@ def test_wrong_types_are_refused_by_name(name, value):
 def test_right_types_pass():
     params = SamplingParams(temperature=1, top_p=1, stop=("a",), stop_token_ids=[3], logprobs=None, max_tokens=None)
     assert checked_sampling(params, (1, 2), **LIMITS).temperature == 1
+
+
+def test_logit_bias_is_a_mapping_or_pairs_and_leaves_as_pairs():
+    for bias in ({5: 1, 99: -100.0}, ((5, 1), (99, -100.0)), [[5, 1], [99, -100.0]]):
+        checked = checked_sampling(SamplingParams(logit_bias=bias), (1,), **LIMITS)
+        assert checked.logit_bias == ((5, 1), (99, -100.0)) and hash(checked)
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("repetition_penalty", 0.0, "0.01 to 100"),
+        ("repetition_penalty", float("nan"), "nan"),
+        ("presence_penalty", 2.01, "-2 to 2"),
+        ("frequency_penalty", -2.01, "-2 to 2"),
+        ("logit_bias", {100: 1.0}, "ids of this model are 0 to 99"),
+        ("logit_bias", {5: float("nan")}, "-100 to 100"),
+        ("logit_bias", ((5, 1.0), (5, 2.0)), "twice"),
+        ("prompt_logprobs", 6, "6 prompt_logprobs asked for; 0 to 5"),
+        ("prompt_logprobs", -1, "0 to 5"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value, words):
+    with pytest.raises(RequestError, match=words) as error:
+        checked_sampling(dataclasses.replace(SamplingParams(), **{name: value}), (1, 2), **LIMITS)
+    assert error.value.param == name

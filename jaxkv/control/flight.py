@@ -9,11 +9,16 @@ from jaxkv.core.plan import StepResult
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Flight:
-    """One request's part of a submitted plan: KV tokens it adds, and most tokens it samples."""
+    """One request's part of a submitted plan: KV tokens it adds, most tokens it samples, prompt logprobs it brings."""
 
     state: RequestState
     num_kv: int
     num_sampled: int
+    num_prompt_logprobs: int = 0
+
+    @property
+    def has_result(self) -> bool:
+        return self.num_sampled > 0 or self.num_prompt_logprobs > 0
 
 
 def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) -> None:
@@ -23,13 +28,18 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
     """
     if result.step_id != step_id:
         raise RuntimeError(f"Expected the result of step {step_id}, got {result.step_id=}: results come in order")
-    sampling = [flight for flight in flights if flight.num_sampled]
-    if len(sampling) != len(result.rows):
-        raise RuntimeError(f"Expected {len(sampling)} rows from step {step_id}, got {len(result.rows)}")
-    for flight, row in zip(sampling, result.rows, strict=True):
+    telling = [flight for flight in flights if flight.has_result]
+    if len(telling) != len(result.rows):
+        raise RuntimeError(f"Expected {len(telling)} rows from step {step_id}, got {len(result.rows)}")
+    for flight, row in zip(telling, result.rows, strict=True):
         state, count = flight.state, len(row.token_ids)
         if row.request_id != state.request.request_id:
             raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
+        if len(row.prompt_logprobs) != flight.num_prompt_logprobs:
+            raise RuntimeError(
+                f"request {row.request_id} was to get {flight.num_prompt_logprobs} prompt logprobs in step {step_id}, "
+                f"got {len(row.prompt_logprobs)}"
+            )
         if count == flight.num_sampled or state.status is Status.FINISHED:
             continue
         if not (row.stopped and 0 < count < flight.num_sampled):

@@ -38,6 +38,7 @@ class PrefixHit:
       blocks: shared whole, in order; num_full_tokens: in them.
       source / num_head_tokens: block whose head is to be copied behind them, or None and 0.
       is_complete: the last token was found too.
+      num_unused_tokens: found, but computed all the same: prompt log-probabilities are wanted. Then nothing is shared.
     """
 
     blocks: tuple[int, ...] = ()
@@ -45,6 +46,7 @@ class PrefixHit:
     source: int | None = None
     num_head_tokens: int = 0
     is_complete: bool = False
+    num_unused_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +58,9 @@ class PrefixHit:
 
     def without_head(self) -> "PrefixHit":
         return dataclasses.replace(self, source=None, num_head_tokens=0)
+
+    def unused(self) -> "PrefixHit":
+        return PrefixHit(is_complete=self.is_complete, num_unused_tokens=self.num_tokens)
 
 
 def _running_parent(state: RequestState) -> RequestState | None:
@@ -101,7 +106,8 @@ class PrefixSharing:
         num_head -= is_complete
         if num_head == 0 or not self._share_partial or not index.has_head(source):
             source, num_head = None, 0
-        return PrefixHit(blocks, num_full, source, num_head, is_complete)
+        hit = PrefixHit(blocks, num_full, source, num_head, is_complete)
+        return hit.unused() if state.needs_prompt_logits else hit
 
     def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
         """A fork's known tokens are the first ones of its parent: all but the last are shared, published or not."""
@@ -172,7 +178,8 @@ class PrefixSharing:
         if hit.is_complete:
             end -= 1
             stats.missed[MissReason.LAST_TOKEN] += 1
-        start = hit.num_tokens
+        stats.missed[MissReason.NEEDS_LOGITS] += hit.num_unused_tokens
+        start = hit.num_tokens + hit.num_unused_tokens
         while start < end:
             place = start // self._block_size
             stop = min(end, (place + 1) * self._block_size)

@@ -10,8 +10,8 @@ from jaxkv.control.prefix_index import BlockHash, chain_hashes, root_hash, split
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import RequestMetrics
-from jaxkv.core.plan import Admission, DecodeRow, RowResult
-from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from jaxkv.core.plan import Admission, DecodeRow, PrefillChunk, RowResult
+from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -42,6 +42,7 @@ class RequestState:
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
       num_cached_tokens: prompt tokens found in the prefix cache, or shared with `parent`, at the first admission.
+      prompt_logprobs: those read so far, of the prompt's second token and on; told with the first token, then dropped.
       parent: of a fork that has not been admitted yet: whom to share K/V with.
       num_inherited_tokens: of a fork: output tokens that its parent had generated; they are not delivered again.
       prefilled_in: id of the plan with the chunk of the last known token.
@@ -71,6 +72,7 @@ class RequestState:
     num_plans_in_flight: int = 0
     is_decoding: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     parent: "RequestState | None" = None
     num_inherited_tokens: int = 0
     prefilled_in: int = -1
@@ -102,13 +104,33 @@ class RequestState:
         """Tokens it may still produce beyond those in flight."""
         return self.max_total_tokens - len(self.token_ids) - self.num_sampled_in_flight
 
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Its prompt must be computed from the start: prompt log-probabilities are wanted and not all there yet."""
+        missing = self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+        return self.sampling.prompt_logprobs is not None and self.num_generated_tokens == 0 and missing > 0
+
     def admission(self) -> Admission:
         """What a row must know to continue from the known tokens."""
+        history = self.sampling.has_penalties
         return Admission(
             sampling=self.sampling,
             max_new_tokens=self.max_total_tokens - len(self.token_ids),
             min_new_tokens=max(0, self.sampling.min_tokens - self.num_generated_tokens),
             stop_ids=self.stop_ids,
+            prompt_token_ids=self.request.prompt_token_ids if history else (),
+            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if history else (),
+        )
+
+    def chunk(self, start: int, end: int) -> PrefillChunk:
+        """Known tokens start to end. Prompt log-probabilities that were read before a preemption are not asked for."""
+        is_last = end == len(self.token_ids)
+        targets, first = (), start
+        if self.needs_prompt_logits:
+            first = max(start, len(self.prompt_logprobs))  # the token at i tells of entry i, which is token i + 1
+            targets = tuple(self.token_ids[first + 1 : end + 1])
+        return PrefillChunk(
+            self.request_id, self.row, start, tuple(self.token_ids[start:end]), is_last, targets, first - start
         )
 
     def extend_hashes(self, block_size: int) -> None:
@@ -132,6 +154,11 @@ class RequestState:
 
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""
+        prompt_logprobs = None
+        is_first = row is not None and self.num_generated_tokens == len(row.token_ids)
+        if is_first and self.sampling.prompt_logprobs is not None:
+            prompt_logprobs = (None, *self.prompt_logprobs)
+            self.prompt_logprobs = []
         return RequestOutput(
             self.request.request_id,
             () if row is None else row.token_ids,
@@ -140,6 +167,7 @@ class RequestState:
             None if row is None else row.logprobs,
             len(self.request.prompt_token_ids),
             self.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def metrics(self, finish_reason: FinishReason, now: float) -> RequestMetrics:

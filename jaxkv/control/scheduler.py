@@ -85,6 +85,10 @@ class Scheduler:
                 f"request {parent_id!r} has ended or never was: only a live one can be forked", param="parent_id",
                 status=404,
             )  # fmt: skip
+        if sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
+            )
         self._check_id(request_id)
         request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
         state = new_request_state(request, self.limits, self.config, self._num_arrivals, now, parent)
@@ -284,13 +288,13 @@ class Scheduler:
         """Plan the next chunk of at most `budget` known tokens; returns its length."""
         start = state.num_scheduled
         end = min(start + budget, len(state.token_ids))
-        is_last = end == len(state.token_ids)
-        chunks.append(PrefillChunk(state.request_id, state.row, start, tuple(state.token_ids[start:end]), is_last))
-        flights.append(Flight(state, end - start, int(is_last)))
+        chunk = state.chunk(start, end)
+        chunks.append(chunk)
+        flights.append(Flight(state, end - start, int(chunk.is_last), len(chunk.targets)))
         state.num_in_flight += end - start
-        state.num_sampled_in_flight += is_last
+        state.num_sampled_in_flight += chunk.is_last
         state.num_plans_in_flight += 1
-        state.is_decoding = is_last
+        state.is_decoding = chunk.is_last
         state.prefilled_in = self._next_step_id
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
         self.prefixes.publish(state, end, planned=True)
@@ -350,10 +354,13 @@ class Scheduler:
         for flight in flights:
             state = flight.state
             state.num_plans_in_flight -= 1
-            row = next(rows) if flight.num_sampled else None
+            row = next(rows) if flight.has_result else None
             status = state.status
             if status is finished:
                 continue
+            if flight.num_prompt_logprobs:
+                state.prompt_logprobs += row.prompt_logprobs
+                row = row if flight.num_sampled else None
             num_kv = flight.num_kv
             if row is not None:
                 num_kv -= flight.num_sampled - len(row.token_ids)  # a stopped row wrote less than planned

@@ -111,7 +111,7 @@ class MissReason(enum.Enum):
     EVICTED = "evicted"  # its block was cached and overwritten, or a block before it was
     SHORTER_THAN_BLOCK = "shorter_than_block"  # at the end of the prompt, in a block that it does not fill
     SALT = "salt"  # cached, but under another cache_salt
-    NEEDS_LOGITS = "needs_logits"  # prompt log-probabilities are wanted: 0 until they exist
+    NEEDS_LOGITS = "needs_logits"  # cached, but prompt log-probabilities are wanted
     LAST_TOKEN = "last_token"  # of a wholly cached prompt: the next token needs its logits
     RECOMPUTED = "recomputed"  # again, after a preemption
 

@@ -21,6 +21,8 @@ class PrefillChunk:
       row: the request's row; its block table (after this plan's updates) covers start + len(token_ids) tokens.
       start: position of the first token; everything before it is already in blocks.
       is_last: the chunk reaches the request's last known token: sample the next token and activate the row.
+      targets: tokens whose log-probabilities are wanted (prompt_logprobs): those that follow the chunk's tokens
+        first_target, first_target + 1, ... The last of them may be the first token of the next chunk.
     """
 
     request_id: str
@@ -28,6 +30,13 @@ class PrefillChunk:
     start: int
     token_ids: tuple[int, ...]
     is_last: bool
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the step's result has a row for it."""
+        return self.is_last or bool(self.targets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +48,16 @@ class Admission:
       max_new_tokens: tokens the row may still produce (after a preemption: what is left).
       min_new_tokens: tokens before which no stop id may be chosen.
       stop_ids: ids that end the row, end-of-sequence ids included; they are emitted, then the row goes inactive.
+      prompt_token_ids / output_token_ids: what penalties look at (after a preemption: with the output so far); empty
+        when there are none.
     """
 
     sampling: SamplingParams
     max_new_tokens: int
     min_new_tokens: int
     stop_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
 
 class RowUpdate(NamedTuple):
@@ -122,9 +135,10 @@ class RowResult(NamedTuple):
     """What one request got out of a step: sampled tokens, and whether the device saw it end.
 
     Attributes:
-      token_ids: in order; empty when the row was already inactive.
+      token_ids: in order; empty when the row was already inactive, or its chunk does not end the prompt.
       stopped: the last token is one of the row's stop ids.
       exhausted: max_new_tokens is used up.
+      prompt_logprobs: of the chunk's targets, in order.
     """
 
     request_id: str
@@ -132,6 +146,7 @@ class RowResult(NamedTuple):
     stopped: bool = False
     exhausted: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +159,8 @@ class StepTiming:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """`rows` has one entry for each last prefill chunk and each decode row of the plan, in the plan's order."""
+    """`rows` has one entry for each prefill chunk that is last or has targets and for each decode row of the plan, in
+    the plan's order."""
 
     step_id: int
     rows: tuple[RowResult, ...]

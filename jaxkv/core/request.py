@@ -2,12 +2,20 @@
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import NamedTuple
+
+# Room for them is kept on the device in every row; OpenAI's limit.
+MAX_LOGIT_BIASES = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop.
+
+    A token's logits are changed in vLLM's order: min_tokens forbids, logit_bias, repetition, frequency and presence
+    penalty; greedy takes the best of these. Sampling goes on with temperature, top_k, top_p and min_p.
+    Log-probabilities are reported of the logits before all of it.
 
     Attributes:
       n: sequences that continue the prompt, each on its own; they share the prompt's K/V, which is computed once.
@@ -16,12 +24,19 @@ class SamplingParams:
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
       top_p: keep the smallest set whose probability reaches top_p.
       min_p: drop tokens less likely than min_p times the likeliest.
+      repetition_penalty: tokens of the prompt and the output so far have positive logits divided by it, negative ones
+        multiplied; above 1 discourages, 1 changes nothing.
+      presence_penalty: subtracted from the logits of every token that the output has already.
+      frequency_penalty: subtracted as often as the token occurs in the output.
+      logit_bias: added to the logits of some tokens: {token id: bias}, or pairs of these; -100 all but forbids.
       seed: same seed, same prompt, same tokens, whatever else runs; None draws one. Sequence i has seed + i.
       stop: texts that end the output (not included in it unless include_stop_str_in_output).
       stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
       min_tokens: end-of-sequence and stop ids can't be chosen before this many new tokens.
       logprobs: None, or how many alternatives to report a token (0: the chosen token only).
+      prompt_logprobs: the same for the prompt's tokens, all but the first. Such a request computes its whole prompt; of
+        n sequences the first brings them.
     """
 
     n: int = 1
@@ -30,6 +45,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -37,7 +56,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits of the next."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class FinishReason(enum.Enum):
@@ -67,6 +92,7 @@ class RequestOutput(NamedTuple):
       num_prompt_tokens / num_cached_tokens: length of the prompt, and how much of it came from the prefix cache.
       stop_token_id: the id that stopped the request, when an id did.
       error: message when finish_reason is ERROR.
+      prompt_logprobs: with the first tokens, if asked for: one entry a prompt token, None for the first.
     """
 
     request_id: str
@@ -77,6 +103,7 @@ class RequestOutput(NamedTuple):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +133,8 @@ class Request:
 
     def _sequence(self, i: int) -> "Request":
         sampling = dataclasses.replace(self.sampling, n=1)
-        if i and sampling.seed is not None:
-            sampling = dataclasses.replace(sampling, seed=(sampling.seed + i) % 2**31)
+        if i:
+            seed = None if sampling.seed is None else (sampling.seed + i) % 2**31
+            sampling = dataclasses.replace(sampling, seed=seed, prompt_logprobs=None)  # they come with the first
         request_id = f"{self.request_id}#{i}" if i else self.request_id
         return dataclasses.replace(self, request_id=request_id, sampling=sampling)

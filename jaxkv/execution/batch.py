@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.plan import PrefillChunk
+from jaxkv.execution.decode_state import NO_TOKEN
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV
@@ -25,6 +26,7 @@ class PrefillBatch:
     cu_q_lens: np.ndarray  # i32[R + 1]
     context_lens: np.ndarray  # i32[R]
     is_last: np.ndarray  # bool[R] the chunk ends its prompt
+    targets: np.ndarray  # i32[T] the next token where its log-probability is wanted, else NO_TOKEN
 
 
 def pack_prefill(
@@ -40,6 +42,7 @@ def pack_prefill(
         cu_q_lens=np.zeros((max_seqs + 1,), np.int32),
         context_lens=np.zeros((max_seqs,), np.int32),
         is_last=np.zeros((max_seqs,), np.bool_),
+        targets=np.full((num_tokens,), NO_TOKEN, np.int32),
     )
     start = 0
     for i, chunk in enumerate(chunks):
@@ -51,6 +54,9 @@ def pack_prefill(
         batch.cu_q_lens[i + 1 :] = end
         batch.context_lens[i] = chunk.start
         batch.is_last[i] = chunk.is_last
+        if chunk.targets:
+            first = start + chunk.first_target
+            batch.targets[first : first + len(chunk.targets)] = chunk.targets
         start = end
     return batch
 

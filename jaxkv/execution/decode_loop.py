@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxkv.execution import sampling
 from jaxkv.execution.batch import DecodeAttention, slots_of
-from jaxkv.execution.decode_state import DecodeState
+from jaxkv.execution.decode_state import Adjustments, DecodeState
 from jaxkv.execution.kv_cache import KVCache
+from jaxkv.execution.logit_adjustments import adjust, count_tokens
 from jaxkv.execution.step_output import StepOutput, finish_flags, pack_flags
 from jaxkv.models.llama import Llama
 
@@ -19,6 +20,7 @@ class _Carry:
     step: jax.Array  # i32[]
     layers: tuple
     rows: DecodeState  # of the B rows that decode
+    token_counts: jax.Array  # u16[S, V] of all rows
     flags: jax.Array  # i32[B] finish flags
     emitted: jax.Array  # i32[B]
     tokens: jax.Array  # i32[B, C]
@@ -26,10 +28,18 @@ class _Carry:
 
 
 def decode_one(
-    model: Llama, layers: tuple, rows: DecodeState, *, implementation: str, num_top: int
+    model: Llama,
+    layers: tuple,
+    rows: DecodeState,
+    adjustments: Adjustments,
+    row_ids: jax.Array,
+    *,
+    implementation: str,
+    num_top: int,
 ) -> tuple[tuple, DecodeState, jax.Array, jax.Array, jax.Array, sampling.Logprobs]:
     """One step of B rows: write KV, attend, sample, test for the end. Inactive rows write to the null block.
 
+    `rows` is the state of rows `row_ids` i32[B], `adjustments` that of all rows.
     Returns layers, rows, tokens i32[B], stopped bool[B], exhausted bool[B], logprobs.
     """
     active, position = rows.active, rows.seq_len
@@ -44,8 +54,8 @@ def decode_one(
     )
     hidden, layers = model(rows.last_token, position, layers, attention)
     logits = model.logits(hidden)
-    allowed = sampling.forbid(logits, rows.stop_ids, active & (rows.min_left > 0))
-    tokens = sampling.sample(allowed, rows.sampling, position + 1)
+    adjusted = adjust(logits, rows, adjustments, row_ids, active & (rows.min_left > 0))
+    tokens = sampling.sample(adjusted, rows.sampling, position + 1)
     logprobs = sampling.logprobs(logits, tokens, rows.sampling, num_top)
     stopped, exhausted = finish_flags(tokens, rows.stop_ids, rows.budget)
     rows = dataclasses.replace(
@@ -75,7 +85,7 @@ def decode_steps(
     Leaves early only when no row is active. Blocks for all steps must be in the tables.
     """
     num_rows = row_ids.shape[0]
-    rows = jax.tree.map(lambda x: x.at[row_ids].get(mode="promise_in_bounds"), state)
+    rows = state.take(row_ids)
 
     def buffer(width: int | None, dtype) -> jax.Array:
         return jnp.zeros((max_steps, num_rows) + (() if width is None else (width,)), dtype)
@@ -84,6 +94,7 @@ def decode_steps(
         step=jnp.int32(0),
         layers=cache.layers,
         rows=rows,
+        token_counts=state.adjustments.token_counts,
         flags=jnp.zeros((num_rows,), jnp.int32),
         emitted=jnp.zeros((num_rows,), jnp.int32),
         tokens=jnp.zeros((num_rows, max_steps), jnp.int32),
@@ -97,13 +108,16 @@ def decode_steps(
 
     def one_step(carry: _Carry) -> _Carry:
         was_active = carry.rows.active
+        adjustments = dataclasses.replace(state.adjustments, token_counts=carry.token_counts)
         layers, rows, tokens, stopped, exhausted, logprobs = decode_one(
-            model, carry.layers, carry.rows, implementation=implementation, num_top=num_top
+            model, carry.layers, carry.rows, adjustments, row_ids, implementation=implementation, num_top=num_top
         )
+        counted = jnp.where(was_active & rows.sampling.adjusts, row_ids, state.dead_row)
         return _Carry(
             step=carry.step + 1,
             layers=layers,
             rows=rows,
+            token_counts=count_tokens(carry.token_counts, counted, tokens),
             flags=jnp.where(was_active, pack_flags(stopped, exhausted), carry.flags),
             emitted=carry.emitted + was_active,
             tokens=jax.lax.dynamic_update_slice_in_dim(carry.tokens, tokens[:, None], carry.step, axis=1),
@@ -130,6 +144,7 @@ def decode_steps(
         active=put(state.active, rows.active),
         budget=put(state.budget, rows.budget),
         min_left=put(state.min_left, rows.min_left),
+        adjustments=dataclasses.replace(state.adjustments, token_counts=carry.token_counts),
     )
     packed = jnp.concatenate([carry.emitted[:, None], carry.flags[:, None], carry.tokens], axis=1)
     return KVCache(carry.layers), state, StepOutput(packed, carry.logprobs)

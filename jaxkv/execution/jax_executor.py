@@ -7,32 +7,28 @@ import numpy as np
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import Clock
-from jaxkv.core.plan import StepPlan, StepResult, StepTiming
+from jaxkv.core.plan import Admission, PrefillChunk, StepPlan, StepResult, StepTiming
+from jaxkv.core.request import SamplingParams
 from jaxkv.execution import compile_watch
+from jaxkv.execution.logit_adjustments import pack_adjustments
 from jaxkv.execution.programs import Programs, bucket_for
-from jaxkv.execution.step_output import StepOutput, read_rows
+from jaxkv.execution.step_output import Owner, StepOutput, read_rows
 
 
 @dataclasses.dataclass
 class JaxStepHandle:
-    """A step that runs or has run. `parts` pairs each device output with the (request id, logprobs wanted) of its rows;
-    a None entry is a row that emits nothing (a chunk that does not end its prompt)."""
+    """A step that runs or has run. `parts` pairs each device output with the owners of its rows; a None entry is a row
+    that tells nothing (a chunk that neither ends its prompt nor has targets)."""
 
     step_id: int
-    parts: list[tuple[StepOutput, list[tuple[str, int | None] | None]]]
+    parts: list[tuple[StepOutput, list[Owner | None]]]
     clock: Clock
     submitted: float
 
     def result(self) -> StepResult:
         rows = []
         for output, owners in self.parts:
-            packed = np.asarray(output.packed)
-            wants_logprobs = any(owner is not None and owner[1] is not None for owner in owners)
-            logprobs = jax.device_get(output.logprobs) if wants_logprobs else None
-            ids = [owner[0] if owner else "" for owner in owners]
-            tops = [owner[1] if owner else None for owner in owners]
-            results = read_rows(packed, ids, logprobs, tops)
-            rows += [result for result, owner in zip(results, owners, strict=True) if owner]
+            rows += read_rows(output, owners)
         return StepResult(self.step_id, tuple(rows), StepTiming(self.submitted, self.clock.now()))
 
 
@@ -51,7 +47,7 @@ class JaxExecutor:
         self._clock = clock
         self._cache = shapes.empty_cache()
         self._state = shapes.empty_state()
-        self._logprobs_of_row: dict[int, int | None] = {}
+        self._sampling_of_row: dict[int, SamplingParams] = {}
         self._fail_on_recompile = fail_on_recompile
 
     def submit(self, plan: StepPlan) -> JaxStepHandle:
@@ -71,15 +67,16 @@ class JaxExecutor:
         for copies in programs.pack_copies(plan.block_copies) if plan.block_copies else ():
             self._cache = programs.copy_blocks(self._cache, *copies)
         if plan.updates:
-            self._note_owners(plan)
             for batch in programs.pack_updates(plan.updates):
                 self._state = programs.apply_updates(self._state, batch)
+            for update in plan.updates:
+                if update.admission is not None:
+                    self._admit(update.row, update.admission)
         if plan.prefill:
             bucket = bucket_for(shapes.prefill_buckets, sum(len(chunk.token_ids) for chunk in plan.prefill))
             batch = programs.pack_prefill(plan.prefill, bucket)
             self._cache, self._state, output = programs.prefill[bucket](self._weights, self._cache, self._state, batch)
-            owners = [(c.request_id, self._logprobs_of_row[c.row]) if c.is_last else None for c in plan.prefill]
-            parts.append((output, owners))
+            parts.append((output, self._chunk_owners(plan.prefill)))
         if plan.decode:
             bucket = bucket_for(shapes.decode_buckets, len(plan.decode))
             rows = np.full((bucket,), self.limits.max_num_seqs, np.int32)
@@ -87,10 +84,21 @@ class JaxExecutor:
             self._cache, self._state, output = programs.decode[bucket](
                 self._weights, self._cache, self._state, rows, np.int32(plan.num_steps)
             )
-            parts.append((output, [(d.request_id, self._logprobs_of_row[d.row]) for d in plan.decode]))
+            parts.append((output, [Owner(d.request_id, self._sampling_of_row[d.row].logprobs) for d in plan.decode]))
         return JaxStepHandle(plan.step_id, parts, self._clock, submitted)
 
-    def _note_owners(self, plan: StepPlan) -> None:
-        for update in plan.updates:
-            if update.admission is not None:
-                self._logprobs_of_row[update.row] = update.admission.sampling.logprobs
+    def _admit(self, row: int, admission: Admission) -> None:
+        self._sampling_of_row[row] = admission.sampling
+        for part in pack_adjustments(row, admission):
+            self._state = self._programs.apply_adjustments(self._state, part)
+
+    def _chunk_owners(self, chunks: tuple[PrefillChunk, ...]) -> list[Owner | None]:
+        owners, start = [], 0
+        for chunk in chunks:
+            sampling, owner = self._sampling_of_row[chunk.row], None
+            if chunk.has_result:
+                first = start + chunk.first_target
+                owner = Owner(chunk.request_id, sampling.logprobs, chunk.targets, first, sampling.prompt_logprobs or 0)
+            owners.append(owner)
+            start += len(chunk.token_ids)
+        return owners

@@ -22,15 +22,22 @@ class MemoryNeeds:
     Attributes:
       weights: bytes of the weights as kept on the device.
       kv_per_token: bytes of one token's KV in all layers.
+      decode_state: bytes of what the device keeps of each row: block tables, token counts.
       temporaries: biggest temporary of any step function, from the compiler; until it has run, a lower bound.
       temporaries_per_seq / temporaries_per_token: lower bounds of what a row and a prefill token add to it.
     """
 
     weights: int
     kv_per_token: int
+    decode_state: int
     temporaries: int
     temporaries_per_seq: int
     temporaries_per_token: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of everything but the KV pool."""
+        return self.weights + self.decode_state + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +76,7 @@ class MemoryPlan:
         return [
             f"Memory available to the engine: {human_bytes(self.available)}",
             f"Weights: {human_bytes(needs.weights)}",
+            f"Decode state (block tables and token counts of the rows): {human_bytes(needs.decode_state)}",
             f"Biggest temporary (from the compiler): {human_bytes(needs.temporaries)}",
             f"KV cache: {needs.kv_per_token:,} bytes a token, {human_bytes(self.kv_bytes)} in "
             f"{self.num_blocks:,} blocks of {self.block_size} tokens",
@@ -106,8 +114,7 @@ def plan_memory(
     Raises ConfigError with the numbers and the largest setting that would fit.
     """
     block_bytes = block_size * needs.kv_per_token
-    fixed = needs.weights + needs.temporaries
-    left = available - fixed
+    left = available - needs.fixed
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
@@ -148,24 +155,25 @@ def _does_not_fit(
     model_limit: int,
 ) -> str:
     block_bytes = block_size * needs.kv_per_token
-    most_blocks = max((available - needs.weights - needs.temporaries) // block_bytes - 1, 0)
+    most_blocks = max((available - needs.fixed) // block_bytes - 1, 0)
     what = (
-        f"the engine needs {human_bytes(needs.weights)} for weights, {human_bytes(needs.temporaries)} for temporaries "
-        f"and {human_bytes((num_blocks + 1) * block_bytes)} for {num_blocks:,} KV blocks, but "
-        f"{human_bytes(available)} are available"
+        f"the engine needs {human_bytes(needs.weights)} for weights, {human_bytes(needs.temporaries)} for temporaries, "
+        f"{human_bytes(needs.decode_state)} for the rows' state and {human_bytes((num_blocks + 1) * block_bytes)} "
+        f"for {num_blocks:,} KV blocks, but {human_bytes(available)} are available"
     )
     if most_blocks >= 1:
         pool = "num_gpu_blocks_override" if config.num_gpu_blocks_override is not None else "kv_cache_memory_bytes"
         most = most_blocks if config.num_gpu_blocks_override is not None else _exact((most_blocks + 1) * block_bytes)
         longest = min(most_blocks * block_size, model_limit)
         return f"{what}: lower {pool} to at most {most} (max_model_len at most {longest:,})"
-    # Even one block is too much: only fewer temporaries or a smaller model help.
+    # Even one block is too much: only fewer temporaries, fewer rows or a smaller model help.
     room = available - needs.weights - 2 * block_bytes
     advice = ["raise gpu_memory_utilization"] if platform == "gpu" and config.gpu_memory_utilization < 1 else []
-    for name, each in (
-        ("max_num_seqs", needs.temporaries_per_seq),
-        ("max_num_batched_tokens", needs.temporaries_per_token),
+    state_per_seq = needs.decode_state // ((config.max_num_seqs or 1) + 1)  # and one for the dead row
+    for name, most in (
+        ("max_num_seqs", room // (needs.temporaries_per_seq + state_per_seq)),
+        ("max_num_batched_tokens", (room - needs.decode_state) // needs.temporaries_per_token),
     ):
-        if 0 < room // each < getattr(config, name):
-            advice.append(f"lower {name} to less than {room // each:,}")
+        if 0 < most < getattr(config, name):
+            advice.append(f"lower {name} to less than {most:,}")
     return f"{what}: {', '.join(advice) or 'take a smaller model or dtype'}"

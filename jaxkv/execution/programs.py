@@ -25,6 +25,7 @@ from jaxkv.execution.batch import pack_prefill
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
 from jaxkv.execution.kv_cache import KVCache, empty_cache
+from jaxkv.execution.logit_adjustments import apply_adjustments, pack_adjustments
 from jaxkv.execution.prefill import prefill_step
 from jaxkv.models.llama import Llama
 from pallas_kernels.block_copy import block_copy
@@ -33,7 +34,7 @@ from pallas_kernels.block_copy import block_copy
 MAX_COPIES = 16
 
 Work = tuple[str, int | None]
-"""A step function ("update", "copy", "prefill", "decode") and its bucket."""
+"""A step function ("update", "adjust", "copy", "prefill", "decode") and its bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,8 @@ class ProgramShapes:
         return max(256, 2 * self.limits.max_num_seqs)
 
     def empty_state(self) -> DecodeState:
-        return empty_state(self.limits.max_num_seqs, self.max_blocks_per_row, self.limits.max_stop_ids)
+        limits = self.limits
+        return empty_state(limits.max_num_seqs, self.max_blocks_per_row, limits.max_stop_ids, self.model.vocab_size)
 
     def empty_cache(self) -> KVCache:
         limits = self.limits
@@ -112,7 +114,7 @@ def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int) -> Ll
 class Programs:
     """The step functions, taking the weights as a flat tuple of leaves (cheap to pass on every call).
 
-    `apply_updates(state, batch)`, `copy_blocks(cache, src, dst, num_tokens)`,
+    `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
     `prefill[T](weights, cache, state, batch)` and `decode[B](weights, cache, state, rows, num_steps)`; cache and state are
     donated.
     """
@@ -143,12 +145,14 @@ class Programs:
 
         self._functions = {
             "update": (apply_updates, (0,)),
+            "adjust": (apply_adjustments, (0,)),
             "copy": (copy_blocks, (0,)),
             "prefill": (prefill, (1, 2)),
             "decode": (decode, (1, 2)),
         }
         # Un-jitted until `compile` replaces them: that is what enforce_eager runs.
         self.apply_updates: Callable = apply_updates
+        self.apply_adjustments: Callable = apply_adjustments
         self.copy_blocks: Callable = copy_blocks
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
@@ -164,10 +168,12 @@ class Programs:
         return jax.eval_shape(self.shapes.empty_state)
 
     def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
-        """The lowered step function `kind` ("update", "copy", "prefill", "decode") for a bucket."""
+        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "decode") for a bucket."""
         limits, cache, state = self.shapes.limits, self.abstract_cache, self.abstract_state
         if kind == "update":
             args = (state, self.pack_updates(()).pop())
+        elif kind == "adjust":
+            args = (state, pack_adjustments(limits.max_num_seqs, None).pop())
         elif kind == "copy":
             args = (cache, *_pack_copies(()).pop())
         elif kind == "prefill":
@@ -216,8 +222,9 @@ class Programs:
         shapes = self.shapes
         buckets = [("prefill", b) for b in shapes.prefill_buckets] + [("decode", b) for b in shapes.decode_buckets]
         buckets.sort(key=lambda item: -item[1])
-        self.build([*buckets, ("update", None), ("copy", None)], progress, "compile")
+        self.build([*buckets, ("update", None), ("adjust", None), ("copy", None)], progress, "compile")
         self.apply_updates = self._executables["update", None]
+        self.apply_adjustments = self._executables["adjust", None]
         self.copy_blocks = self._executables["copy", None]
         self.prefill = {b: self._executables["prefill", b] for b in shapes.prefill_buckets}
         self.decode = {b: self._executables["decode", b] for b in shapes.decode_buckets}

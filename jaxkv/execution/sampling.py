@@ -34,7 +34,7 @@ def forbid(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
     return jax.lax.cond(where.any(), mask, lambda logits: logits, logits)
 
 
-def _filter(logits: jax.Array, rows: RowSampling) -> jax.Array:
+def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
     """Scaled logits [B, V] with everything outside top-k, top-p and min-p at -inf."""
     vocab = logits.shape[1]
     order = jnp.argsort(-logits, axis=-1, stable=True)
@@ -44,7 +44,9 @@ def _filter(logits: jax.Array, rows: RowSampling) -> jax.Array:
     ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)  # logits equal to the k-th stay, as in transformers
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (before < rows.top_p[:, None]) & (probability >= rows.min_p[:, None] * probability[:, :1])
+    # A top_p of 1 keeps all: the sum may round to 1 before the end, and neighbours' filters must not change a row.
+    top_p = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
+    keep = (before < top_p[:, None]) & (probability >= rows.min_p[:, None] * probability[:, :1])
     keep = keep.at[:, 0].set(True)
     kept = jnp.where(keep, ranked, -jnp.inf)
     row = jnp.arange(logits.shape[0])[:, None]
@@ -63,7 +65,7 @@ def sample(logits: jax.Array, rows: RowSampling, positions: jax.Array) -> jax.Ar
     def draw(logits: jax.Array) -> jax.Array:
         scaled = logits / jnp.where(is_random, rows.temperature, 1.0)[:, None]
         filters = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-        scaled = jax.lax.cond((filters & is_random).any(), lambda x: _filter(x, rows), lambda x: x, scaled)
+        scaled = jax.lax.cond((filters & is_random).any(), lambda x: filter_logits(x, rows), lambda x: x, scaled)
 
         def one(seed, position, scaled):  # Gumbel-max: argmax(logits + Gumbel noise) is a draw from softmax(logits)
             key = jax.random.fold_in(jax.random.key(seed), position)
@@ -77,17 +79,23 @@ def sample(logits: jax.Array, rows: RowSampling, positions: jax.Array) -> jax.Ar
 
 def logprobs(logits: jax.Array, tokens: jax.Array, rows: RowSampling, num_top: int) -> Logprobs:
     """Report [B] chosen tokens and the `num_top` likeliest; zeros when no row asked."""
-    batch = logits.shape[0]
+    return jax.lax.cond(
+        (rows.num_logprobs >= 0).any(),
+        lambda logits: report(logits, tokens, num_top),
+        lambda logits: no_report(logits.shape[0], num_top),
+        logits,
+    )
 
-    def compute(logits: jax.Array) -> Logprobs:
-        log_p = jax.nn.log_softmax(logits, axis=-1)
-        chosen = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)
-        rank = jnp.sum(log_p > chosen, axis=-1, dtype=jnp.int32) + 1
-        top, top_ids = jax.lax.top_k(log_p, num_top)
-        return Logprobs(chosen[:, 0], rank, top_ids.astype(jnp.int32), top)
 
-    def nothing(logits: jax.Array) -> Logprobs:
-        ids = jnp.zeros((batch, num_top), jnp.int32)
-        return Logprobs(jnp.zeros((batch,)), jnp.zeros((batch,), jnp.int32), ids, jnp.zeros((batch, num_top)))
+def report(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    """Log-probabilities of tokens i32[B] and of the `num_top` likeliest, of logits f32[B, V]."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # subtracted last: no second array [B, V]
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    rank = jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32) + 1
+    top, top_ids = jax.lax.top_k(logits, num_top)
+    return Logprobs((chosen - total)[:, 0], rank, top_ids.astype(jnp.int32), top - total)
 
-    return jax.lax.cond((rows.num_logprobs >= 0).any(), compute, nothing, logits)
+
+def no_report(batch: int, num_top: int) -> Logprobs:
+    ids = jnp.zeros((batch, num_top), jnp.int32)
+    return Logprobs(jnp.zeros((batch,)), jnp.zeros((batch,), jnp.int32), ids, jnp.zeros((batch, num_top)))

@@ -1,6 +1,8 @@
 """StepOutput: what a call brings back to the host, tokens and ends packed so that one copy reads them."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ _HEADER = 2  # columns before the tokens: number emitted, finish flags
 class StepOutput:
     packed: jax.Array  # i32[B, 2 + C] number emitted, finish flags, tokens
     logprobs: Logprobs  # leaves [C, B, ...]; read only for rows that asked
+    prompt_logprobs: Logprobs | None = None  # of prefill: leaves [T, ...]; read only where chunks have targets
 
     @staticmethod
     def of_one_step(
@@ -37,25 +40,62 @@ def finish_flags(tokens: jax.Array, stop_ids: jax.Array, budget: jax.Array) -> t
     return (tokens[:, None] == stop_ids).any(axis=1), budget <= 1
 
 
-def read_rows(packed: np.ndarray, request_ids: list[str], logprobs: Logprobs | None, num_top: list[int | None]):
-    """RowResults of the first len(request_ids) rows. `num_top[i]` is None where row i wants no logprobs."""
+class Owner(NamedTuple):
+    """Whose row of an output it is, and what the request wants to know.
+
+    Attributes:
+      num_logprobs: alternatives a sampled token; None for no logprobs.
+      targets: prompt tokens whose log-probabilities are wanted, with `num_prompt_logprobs` alternatives each.
+      first_target: where the first of them stands in the call's tokens.
+    """
+
+    request_id: str
+    num_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+    first_target: int = 0
+    num_prompt_logprobs: int = 0
+
+
+def read_rows(output: StepOutput, owners: Sequence[Owner | None]) -> list[RowResult]:
+    """Results of the first len(owners) rows but those without an owner: one copy to the host, and one more for each
+    kind of log-probabilities where a row wants them."""
+    packed = np.asarray(output.packed)
+    logprobs = prompt_logprobs = None
+    if any([owner is not None and owner.num_logprobs is not None for owner in owners]):
+        logprobs = jax.device_get(output.logprobs)
+    if any([owner is not None and owner.targets for owner in owners]):
+        prompt_logprobs = jax.device_get(output.prompt_logprobs)
     results = []
-    for i, request_id in enumerate(request_ids):
+    for i, owner in enumerate(owners):
+        if owner is None:
+            continue
         emitted, flags = int(packed[i, 0]), int(packed[i, 1])
         tokens = tuple(packed[i, _HEADER : _HEADER + emitted].tolist())
         news = None
-        if num_top[i] is not None:
-            news = tuple(_token_logprobs(logprobs, step, i, token, num_top[i]) for step, token in enumerate(tokens))
-        results.append(RowResult(request_id, tokens, bool(flags & STOPPED), bool(flags & EXHAUSTED), news))
+        if owner.num_logprobs is not None:
+            places = [(step, i) for step in range(emitted)]
+            news = _token_logprobs(logprobs, places, tokens, owner.num_logprobs)
+        of_prompt = ()
+        if owner.targets:
+            places = [(owner.first_target + place,) for place in range(len(owner.targets))]
+            of_prompt = _token_logprobs(prompt_logprobs, places, owner.targets, owner.num_prompt_logprobs)
+        stopped, exhausted = bool(flags & STOPPED), bool(flags & EXHAUSTED)
+        results.append(RowResult(owner.request_id, tokens, stopped, exhausted, news, of_prompt))
     return results
 
 
-def _token_logprobs(logprobs: Logprobs, step: int, row: int, token: int, num_top: int) -> TokenLogprobs:
-    ids = logprobs.top_ids[step, row, :num_top].tolist()
-    values = logprobs.top[step, row, :num_top].tolist()
-    return TokenLogprobs(
-        token_id=token,
-        logprob=float(logprobs.chosen[step, row]),
-        rank=int(logprobs.rank[step, row]),
-        top=tuple(zip(ids, values, strict=True)),
+def _token_logprobs(
+    logprobs: Logprobs, places: Sequence[tuple[int, ...]], tokens: Sequence[int], num_top: int
+) -> tuple[TokenLogprobs, ...]:
+    """What stands at `places`, one a token."""
+    return tuple(
+        TokenLogprobs(
+            token_id=token,
+            logprob=float(logprobs.chosen[place]),
+            rank=int(logprobs.rank[place]),
+            top=tuple(
+                zip(logprobs.top_ids[place][:num_top].tolist(), logprobs.top[place][:num_top].tolist(), strict=True)
+            ),
+        )
+        for place, token in zip(places, tokens, strict=True)
     )

@@ -25,17 +25,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "min_output_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -74,6 +70,10 @@ class GenerationRequest(BaseModel, abc.ABC):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -144,6 +144,10 @@ class GenerationRequest(BaseModel, abc.ABC):
             top_p=given(self.top_p, 1.0),
             top_k=given(self.top_k, 0),
             min_p=given(self.min_p, 0.0),
+            repetition_penalty=given(self.repetition_penalty, 1.0),
+            presence_penalty=given(self.presence_penalty, 0.0),
+            frequency_penalty=given(self.frequency_penalty, 0.0),
+            logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop=self._stops(),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -278,6 +282,13 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[int]
+
+
+def _token_id(key: str) -> int:
+    """A key of logit_bias: JSON objects have no other than strings."""
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise RequestError(f"logit_bias has the key {key[:50]!r}, which is not a token id", param="logit_bias")
+    return int(key)
 
 
 def _check_text(text: str | None, param: str) -> None:

@@ -1,11 +1,13 @@
 """An Executor that computes nothing but time: same plans, same kind of results, a cost model instead of a device."""
 
 import dataclasses
+import math
 import zlib
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import SimulatedClock
 from jaxkv.core.plan import Admission, RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.core.request import TokenLogprobs
 from jaxkv.simulation.cost_model import CostModel
 
 
@@ -41,6 +43,7 @@ class SimExecutor:
 
     Tokens are a deterministic function of the row's seed and the token's position, so a request gets the same ones
     whatever its batch, chunking, C or preemption; rows stop at stop ids and budgets exactly as a device's would.
+    Penalties and logit_bias change nothing.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class SimExecutor:
                 self._rows[update.row] = _SimRow(update.admission)
         results = []
         for chunk in plan.prefill:
+            row, result = self._rows[chunk.row], RowResult(chunk.request_id, ())
             if chunk.is_last:
-                row = self._rows[chunk.row]
                 row.position = chunk.start + len(chunk.token_ids)
                 row.active = True
-                results.append(self._run_row(chunk.request_id, row, 1))
+                result = self._run_row(chunk.request_id, row, 1)
+            if chunk.has_result:
+                results.append(result._replace(prompt_logprobs=tuple(map(self._logprobs, chunk.targets))))
         results += [self._run_row(entry.request_id, self._rows[entry.row], plan.num_steps) for entry in plan.decode]
         # The device leaves its loop as soon as no row is active.
         decoded = results[len(results) - len(plan.decode) :]
@@ -88,6 +93,10 @@ class SimExecutor:
             exhausted = row.num_emitted == row.admission.max_new_tokens
             row.active = not (stopped or exhausted)
         return RowResult(request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
+
+    def _logprobs(self, token: int) -> TokenLogprobs:
+        """Of a model that knows nothing: all tokens are alike."""
+        return TokenLogprobs(token, -math.log(self.vocab_size), rank=1)
 
     def _sample(self, row: _SimRow) -> int:
         token = zlib.crc32(b"%d:%d" % (row.admission.sampling.seed, row.position)) % self.vocab_size

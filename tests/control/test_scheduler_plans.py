@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.plan import DecodeRow, RowResult, StepResult, StepTiming
-from jaxkv.core.request import FinishReason, Request, SamplingParams
+from jaxkv.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.support.scheduling import add, chunks, decoded, make, result_of, run
 
 
@@ -186,3 +186,28 @@ def test_times_and_counters():
     assert (stats.prompt_tokens, stats.cached_tokens, stats.computed_tokens, stats.generated_tokens) == (3, 0, 3, 9)
     assert (stats.steps, stats.decode_calls, dict(stats.loop_steps)) == (2, 1, {8: 1})
     assert list(stats.itl.latest) == [3.0]
+
+
+def test_only_prompt_logprobs_that_are_missing_are_computed_again():
+    """A prompt of 10 in chunks of 4, preempted after the first was read: the second admission starts at token 0, but
+    asks from entry 4 on."""
+    scheduler = make(max_num_batched_tokens=4)
+    scheduler.add(Request("a", tuple(range(10, 20)), SamplingParams(prompt_logprobs=0, max_tokens=5)))
+    seen = []
+    for step in range(4):
+        plan = scheduler.schedule()
+        (chunk,) = plan.prefill
+        seen.append((chunk.start, chunk.is_last, chunk.first_target, chunk.targets))
+        told = tuple(TokenLogprobs(token, -1.0, 1) for token in chunk.targets)
+        rows = (RowResult("a", (5,) * chunk.is_last, prompt_logprobs=told),) if chunk.has_result else ()
+        outputs = scheduler.update(StepResult(plan.step_id, rows, StepTiming(0.0, 0.0)))
+        scheduler.check()
+        if step == 0:
+            scheduler.preempt("a")
+    assert seen == [
+        (0, False, 0, (11, 12, 13, 14)),
+        (0, False, 4, ()),
+        (4, False, 0, (15, 16, 17, 18)),
+        (8, True, 0, (19,)),
+    ]
+    assert [entry and entry.token_id for entry in outputs[0].prompt_logprobs] == [None, *range(11, 20)]

@@ -84,3 +84,22 @@ def test_results_that_do_not_fit_their_plan_are_refused(change, message):
     plan = scheduler.schedule()
     with pytest.raises(RuntimeError, match=message):
         scheduler.update(dataclasses.replace(result_of(plan), **change))
+
+
+def test_prompt_logprobs_that_were_planned_must_come():
+    scheduler = make()
+    scheduler.add(Request("a", (1, 2, 3), SamplingParams(prompt_logprobs=0)))
+    plan = scheduler.schedule()
+    assert plan.prefill[0].targets == (2, 3) and plan.prefill[0].first_target == 0
+    with pytest.raises(RuntimeError, match="was to get 2 prompt logprobs in step 0, got 0"):
+        scheduler.update(result_of(plan))
+
+
+def test_a_fork_has_no_prompt_logprobs_of_its_own():
+    scheduler = make()
+    scheduler.add(Request("a", (1, 2, 3), SamplingParams(prompt_logprobs=0, n=1)))
+    with pytest.raises(RequestError, match="ask its parent") as error:
+        scheduler.fork("a", "b", SamplingParams(prompt_logprobs=0))
+    assert error.value.param == "prompt_logprobs" and scheduler.live_ids == ("a",)
+    first, second = Request("c", (1, 2), SamplingParams(prompt_logprobs=1, n=2)).sequences()
+    assert (first.sampling.prompt_logprobs, second.sampling.prompt_logprobs) == (1, None)

@@ -20,7 +20,7 @@ from jaxkv.core.request import FinishReason, Request, SamplingParams
 from jaxkv.execution.jax_executor import JaxExecutor
 from tests.support.config_matrix import MATRIX
 from tests.support.dense_model import DenseModel
-from tests.support.numpy_sampling import filtered_logits, log_softmax
+from tests.support.numpy_sampling import adjusted_logits, filtered_logits, log_softmax
 from tests.support.tiny_models import parse, random_tensors, random_tokens
 from tests.support.tiny_programs import make_engine, make_programs, run_requests, tiny_llama, tokens_of, weights
 
@@ -50,10 +50,11 @@ def check_tokens(config: ModelConfig, prompt: tuple[int, ...], tokens: tuple[int
     logits = dense_logits(config, prompt + tokens)[len(prompt) - 1 : -1]
     near_ties = 0
     for i, (row, token) in enumerate(zip(logits, tokens, strict=True)):
-        scores, slack = row, NEAR_TIE
+        forbidden = params.stop_token_ids if i < params.min_tokens else ()
+        scores, slack = adjusted_logits(row, params, prompt, tokens[:i], forbidden), NEAR_TIE
         if params.temperature > 0:
             noise = gumbel(params.seed, len(prompt) + i, len(row))
-            scores, slack = filtered_logits(row, params) + noise, NEAR_TIE / params.temperature
+            scores, slack = filtered_logits(scores, params) + noise, NEAR_TIE / params.temperature
         best = int(scores.argmax())
         assert scores[token] >= scores[best] - slack, f"token {i}: got {token}, the dense model chooses {best}"
         near_ties += token != best

@@ -16,7 +16,6 @@ from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.plan import Admission, PrefillChunk, RowUpdate
 from jaxkv.core.progress import SilentProgress
 from jaxkv.core.request import FinishReason, Request, SamplingParams
-from jaxkv.execution.decode_state import empty_state
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import empty_cache
 from tests.support.compile_counter import counting_compilations
@@ -48,13 +47,14 @@ def test_a_mixed_load_compiles_and_traces_nothing():
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7, top_k=5, seed=1, logprobs=2),
         SamplingParams(top_p=0.9, min_p=0.05, seed=2, stop_token_ids=(3, 4, 5), min_tokens=4),
+        SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={7: 3.0}, seed=3, prompt_logprobs=2),
     )
     shared = random_tokens(40, seed=1)
     batch = [
         Request(
             str(i),
             shared[: 40 - i] + random_tokens(3 * i + 1, seed=i),
-            dataclasses.replace(kinds[i % 3], max_tokens=10 + 7 * i),
+            dataclasses.replace(kinds[i % 4], max_tokens=10 + 7 * i),
         )
         for i in range(9)
     ]
@@ -66,6 +66,7 @@ def test_a_mixed_load_compiles_and_traces_nothing():
         while engine.has_work():
             engine.step()
     assert all(tokens_of(news[request.request_id]) for request in batch)
+    assert len(news["3"][0].prompt_logprobs) == len(batch[3].prompt_token_ids)
     assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0 and len(engine.stats.loop_steps) > 2
     assert (count.compilations, count.traces) == (0, 0)
 
@@ -111,8 +112,9 @@ def test_the_warm_up_tells_what_came_from_the_compilation_cache(tmp_path):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     cold, warm = reports
-    assert (cold.executables, cold.from_cache) == (4, 0)  # update, copy, one bucket each
-    assert (warm.executables, warm.from_cache) == (4, 3)  # "update" is the same function: JAX has it in memory still
+    assert (cold.executables, cold.from_cache) == (5, 0)  # update, adjust, copy, one bucket each
+    # "update" and "adjust" are the same functions: JAX has them in memory still.
+    assert (warm.executables, warm.from_cache) == (5, 3)
     assert 0 < warm.seconds < cold.seconds
 
 
@@ -143,7 +145,7 @@ def decode_call(programs, config):
     """A function that runs one call of 8 decode steps on 4 rows of about 128 tokens."""
     limits = programs.shapes.limits
     cache = empty_cache(config, num_blocks=limits.num_blocks, block_size=16, dtype="float32")
-    state = empty_state(limits.max_num_seqs, programs.shapes.max_blocks_per_row, limits.max_stop_ids)
+    state = programs.shapes.empty_state()
     update, prefill, decode = programs.apply_updates, programs.prefill[64], programs.decode[4]
     admission = Admission(SamplingParams(temperature=0.0, seed=0), 10_000, 0, ())
     updates = tuple(RowUpdate(row, 0, tuple(range(1 + 30 * row, 31 + 30 * row)), admission) for row in range(4))

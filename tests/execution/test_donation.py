@@ -1,9 +1,12 @@
 """The compiler's own memory analysis: the cache is updated in place, and nobody pays for a padded table."""
 
 import functools
+import re
 
+import jax
 import pytest
 
+from tests.support.tiny_models import parse, tiny_config
 from tests.support.tiny_programs import make_programs, tiny_llama
 
 # Pool of 2,049 blocks of 16 tokens: 32 MiB of KV, far above everything else in a tiny model.
@@ -49,3 +52,19 @@ def test_temporaries_do_not_grow_with_max_model_len(kind, bucket):
     assert long.temp_size_in_bytes - small.temp_size_in_bytes <= 4 * table_growth
     kv_growth = 4 * (8192 - 512) * 2 * 2 * 32 * 4  # one layer's KV of all rows
     assert 4 * table_growth < kv_growth / 100
+
+
+@pytest.mark.parametrize("kind, bucket", [("decode", 4), ("prefill", 64), ("adjust", None)])
+def test_token_counts_are_updated_in_place(kind, bucket):
+    """They are the biggest part of the decode state, 1.9 MB here: no step may copy them, in its loop or around it."""
+    config = parse(tiny_config(vocab_size=30_011, num_hidden_layers=1))
+    programs = make_programs(config, num_blocks=33, max_num_seqs=31, decode_buckets=(4,))
+    state = programs.abstract_state
+    counts = state.adjustments.token_counts
+    assert (counts.shape, counts.dtype.itemsize) == ((32, 30_011), 2)
+    compiled = programs.lower(kind, bucket).compile()
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
+    results = [line.split(" = ", 1)[1] for line in compiled.as_text().splitlines() if " = u16[32,30011]" in line]
+    kinds = {re.match(r"u16\[32,30011\]\{[\d,]*\} ([\w-]+)\(", result)[1] for result in results}
+    assert "fusion" in kinds and "copy" not in kinds and "copy-start" not in kinds, kinds

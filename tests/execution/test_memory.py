@@ -3,16 +3,19 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
+from jaxkv.execution.decode_state import empty_state, state_bytes
 from jaxkv.execution.memory import GiB, MemoryNeeds, MemoryPlan, plan_memory
 
 MiB = 2**20
 NEEDS = MemoryNeeds(
     weights=500 * MiB,
     kv_per_token=40_000,
+    decode_state=0,
     temporaries=100 * MiB,
     temporaries_per_seq=MiB,
     temporaries_per_token=50_000,
@@ -40,6 +43,22 @@ def test_cpu_takes_a_quarter_and_no_more_than_one_gib():
     assert plan(platform="cpu", available=100 * GiB).num_blocks == GiB // 640_000 - 1
     # A quarter is more than the weights leave: what is left.
     assert plan(platform="cpu", available=700 * MiB).num_blocks == 100 * MiB // 640_000 - 1
+
+
+def test_the_state_of_the_rows_is_paid_for_before_the_pool():
+    needs = dataclasses.replace(NEEDS, decode_state=300 * MiB)
+    assert plan(needs=needs).num_blocks == (2 * GiB - 900 * MiB) // 640_000 - 1
+    assert "token counts of the rows): 300.00 MiB" in "\n".join(plan(needs=needs).lines())
+    # Too many rows: half of what stands in the way is theirs.
+    config = EngineConfig(max_num_seqs=99, max_num_batched_tokens=512)
+    text = refusal(config, needs=needs, available=650 * MiB)
+    assert number_after(text, "lower max_num_seqs to less than") == (150 * MiB - 2 * 640_000) // (4 * MiB)
+
+
+def test_the_state_of_the_rows_is_what_the_executor_allocates():
+    state = empty_state(7, 5, 80, 1000)
+    assert state_bytes(7, 5, 80, 1000) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert 256 * 128_256 * 2 < state_bytes(256, 2048, 80, 128_256) < 72e6
 
 
 def test_settings_are_taken_exactly():
@@ -107,7 +126,7 @@ def test_lowering_the_pool_as_told_works(available, kv_per_token):
     needs = dataclasses.replace(NEEDS, kv_per_token=kv_per_token)
     config = EngineConfig(kv_cache_memory_bytes=4 * GiB, max_model_len=64)
     text = refusal(config, needs=needs, available=available, limit=10**9)
-    assert "500.00 MiB for weights, 100.00 MiB for temporaries" in text
+    assert "500.00 MiB for weights, 100.00 MiB for temporaries, 0 B for the rows' state" in text
     told = number_after(text, "lower kv_cache_memory_bytes to at most")
     smaller = plan(dataclasses.replace(config, kv_cache_memory_bytes=told), needs=needs, available=available)
     # Never more than the model allows: that advice would be refused in turn.

@@ -23,6 +23,17 @@ def test_prefill_chunks_follow_each_other_and_padding_is_dead():
     assert batch.is_last.tolist() == [False, True, False]
 
 
+def test_targets_stand_beside_the_tokens_that_they_follow():
+    chunks = (
+        PrefillChunk("a", 2, 5, (11, 12, 13), False, (13, 14), 1),
+        PrefillChunk("b", 0, 0, (21, 22), False),
+        PrefillChunk("c", 1, 0, (31, 32), True, (32,)),
+    )
+    batch = pack_prefill(chunks, num_tokens=10, max_seqs=3, dead_row=4, block_size=16)
+    assert batch.targets.tolist() == [-1, 13, 14, -1, -1, 32, -1, -1, -1, -1]
+    assert [chunk.has_result for chunk in chunks] == [True, False, True]
+
+
 def test_an_empty_prefill_is_all_padding():
     batch = pack_prefill((), num_tokens=20, max_seqs=2, dead_row=4, block_size=8)
     assert set(batch.token_row.tolist()) == set(batch.rows.tolist()) == {4}
@@ -36,7 +47,7 @@ def admission(**fields) -> Admission:
 
 
 def test_updates_reach_the_state():
-    state = empty_state(max_num_seqs=4, max_blocks_per_row=8, max_stop_ids=3)
+    state = empty_state(max_num_seqs=4, max_blocks_per_row=8, max_stop_ids=3, vocab_size=50)
     updates = (RowUpdate(1, 0, (7, 8, 9), admission()), RowUpdate(3, 2, (5,)))
     (batch,) = pack_updates(updates, dead_row=4, max_entries=16, max_admissions=2, max_stop_ids=3)
     state = apply_updates(state, batch)
@@ -50,11 +61,12 @@ def test_updates_reach_the_state():
     assert sampling.top_p[1] == np.float32(0.9) and sampling.min_p[1] == np.float32(0.1)
     assert sampling.seed.tolist() == [0, 2**31 + 7, 0, 0, 0], "seeds wrap at 32 bits"
     assert sampling.num_logprobs.tolist() == [-1, 3, -1, -1, -1]
+    assert not sampling.adjusts.any() and sampling.repetition_penalty.tolist()[:4] == [1] * 4
     assert not state.active.any()
 
 
 def test_a_new_owner_replaces_all_of_the_old_ones_state():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3, vocab_size=50)
     for owner in (admission(), Admission(SamplingParams(temperature=0, seed=1), 3, 0, ())):
         (batch,) = pack_updates(
             (RowUpdate(0, 0, (1,), owner),), dead_row=2, max_entries=4, max_admissions=1, max_stop_ids=3
@@ -64,11 +76,29 @@ def test_a_new_owner_replaces_all_of_the_old_ones_state():
     assert (state.stop_ids[0] == -1).all() and state.sampling.num_logprobs[0] == -1
 
 
+def test_penalties_reach_their_row_and_mark_it():
+    kinds = (
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1.0},
+        {"logit_bias": {3: 1.0}},
+    )
+    params = [SamplingParams(seed=1, **kind) for kind in kinds] + [SamplingParams(seed=1)]
+    updates = tuple(RowUpdate(row, 0, (1,), admission(sampling=p)) for row, p in enumerate(params))
+    state = empty_state(max_num_seqs=5, max_blocks_per_row=4, max_stop_ids=3, vocab_size=50)
+    (batch,) = pack_updates(updates, dead_row=5, max_entries=8, max_admissions=7, max_stop_ids=3)
+    sampling = apply_updates(state, batch).sampling
+    assert sampling.adjusts.tolist() == [True] * 4 + [False, False], "padding must not mark the dead row"
+    assert sampling.repetition_penalty.tolist()[:5] == [1.5, 1, 1, 1, 1]
+    assert sampling.presence_penalty.tolist()[:5] == [0, 0.5, 0, 0, 0]
+    assert sampling.frequency_penalty.tolist()[:5] == [0, 0, -1, 0, 0]
+
+
 def test_many_updates_take_several_batches_and_lose_nothing():
     updates = tuple(RowUpdate(row, 0, tuple(range(10 * row + 1, 10 * row + 8)), admission()) for row in range(5))
     batches = pack_updates(updates, dead_row=5, max_entries=16, max_admissions=2, max_stop_ids=3)
     assert len(batches) == 3
-    state = empty_state(max_num_seqs=5, max_blocks_per_row=8, max_stop_ids=3)
+    state = empty_state(max_num_seqs=5, max_blocks_per_row=8, max_stop_ids=3, vocab_size=50)
     for batch in batches:
         state = apply_updates(state, batch)
     for row in range(5):
@@ -77,7 +107,7 @@ def test_many_updates_take_several_batches_and_lose_nothing():
 
 
 def test_no_updates_change_no_row():
-    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3)
+    state = empty_state(max_num_seqs=2, max_blocks_per_row=4, max_stop_ids=3, vocab_size=50)
     (batch,) = pack_updates((), dead_row=2, max_entries=4, max_admissions=2, max_stop_ids=3)
     after = apply_updates(state, batch)
     assert after.stop_ids.tolist() == state.stop_ids.tolist()

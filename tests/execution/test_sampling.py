@@ -7,25 +7,13 @@ import numpy as np
 import pytest
 
 from jaxkv.core.request import SamplingParams
-from jaxkv.execution.decode_state import NO_TOKEN, RowSampling
+from jaxkv.execution.decode_state import NO_TOKEN
 from jaxkv.execution.sampling import forbid, logprobs, sample
+from tests.support.chi_square import chi_square_and_limit
 from tests.support.numpy_sampling import filtered_logits, log_softmax, softmax
+from tests.support.sampling_rows import rows_of
 
 VOCAB = 50
-
-
-def rows_of(params: list[SamplingParams]) -> RowSampling:
-    def column(values, dtype):
-        return jnp.asarray(np.asarray(values, dtype))
-
-    return RowSampling(
-        temperature=column([p.temperature for p in params], np.float32),
-        top_k=column([max(p.top_k, 0) for p in params], np.int32),
-        top_p=column([p.top_p for p in params], np.float32),
-        min_p=column([p.min_p for p in params], np.float32),
-        seed=column([p.seed or 0 for p in params], np.uint32),
-        num_logprobs=column([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
-    )
 
 
 jitted_sample = jax.jit(sample)
@@ -58,14 +46,7 @@ def test_draws_follow_the_filtered_distribution(params):
     counts = np.bincount(draws(logits, params, count), minlength=VOCAB)
     expected = softmax(filtered_logits(logits, params)) * count
     assert not counts[expected == 0].any(), "a token outside the filter was drawn"
-    frequent = expected >= 5
-    observed = np.append(counts[frequent], counts[~frequent].sum())
-    expected = np.append(expected[frequent], expected[~frequent].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    chi_square = ((observed - expected) ** 2 / expected).sum()
-    freedom = len(expected) - 1
-    # Wilson and Hilferty's approximation of the quantile.
-    limit = freedom * (1 - 2 / (9 * freedom) + 4.75 * np.sqrt(2 / (9 * freedom))) ** 3 if freedom else 0
+    chi_square, limit = chi_square_and_limit(counts, expected)
     assert chi_square <= limit
 
 

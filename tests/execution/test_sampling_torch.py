@@ -1,5 +1,7 @@
 """Which tokens may be drawn, and how likely, against transformers' logits processors."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,10 +12,13 @@ import jax.numpy as jnp
 import torch
 import transformers
 
+from jaxkv.core.plan import Admission
 from jaxkv.core.request import SamplingParams
-from jaxkv.execution.decode_state import RowSampling
-from jaxkv.execution.sampling import sample
-from tests.support.numpy_sampling import filtered_logits, softmax
+from jaxkv.execution.decode_state import empty_state
+from jaxkv.execution.logit_adjustments import adjust, apply_adjustments, pack_adjustments
+from jaxkv.execution.sampling import filter_logits, sample
+from tests.support.numpy_sampling import adjusted_logits, filtered_logits, softmax
+from tests.support.sampling_rows import rows_of
 
 jitted_sample = jax.jit(sample)
 
@@ -50,6 +55,53 @@ def test_the_numpy_rules_are_those_of_transformers():
         np.testing.assert_allclose(ours, theirs, atol=1e-6, err_msg=repr(params))
 
 
+FILTERS = {
+    "temperature": [SamplingParams(temperature=t) for t in (0.1, 0.7, 1.0, 3.0)],
+    "top_k": [SamplingParams(top_k=k) for k in (1, 2, 7, 63, 64, 100)],
+    "top_p": [SamplingParams(top_p=p) for p in (1e-3, 0.2, 0.5, 0.9, 0.999)],
+    "min_p": [SamplingParams(min_p=p) for p in (1e-3, 0.05, 0.3, 1.0)],
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_alone_gives_transformers_distribution(name):
+    """On the device, to float32: 40 rows of random logits for each value, all values in one batch."""
+    rng = np.random.default_rng(2)
+    params = FILTERS[name] * 40
+    logits = (3 * rng.standard_normal((len(params), 64))).astype(np.float32)
+    scaled = logits / np.array([[p.temperature] for p in params], np.float32)
+    ours = np.asarray(filter_logits(jnp.asarray(scaled), rows_of(params)))
+    theirs = np.stack([transformers_logits(row, p) for row, p in zip(logits, params, strict=True)])
+    assert ((ours == -np.inf) == (theirs == -np.inf)).all(), "another set of tokens is kept"
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    dropped = (ours == -np.inf).any(axis=1).mean()
+    assert dropped == 0 if name == "temperature" else dropped > 0.5, "the filter had nothing to do"
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 2.0])
+def test_the_repetition_penalty_is_transformers(penalty):
+    """Over prompt and output together, a token counted once however often it occurs."""
+    rng = np.random.default_rng(3)
+    logits = (3 * rng.standard_normal((8, 64))).astype(np.float32)
+    params = SamplingParams(repetition_penalty=penalty)
+    state = empty_state(8, 1, 1, 64)
+    theirs = []
+    for row in range(8):
+        prompt, output = (tuple(rng.integers(0, 64, count).tolist()) for count in (20, row))
+        for update in pack_adjustments(row, Admission(params, 1, 0, (), prompt, output)):
+            state = apply_adjustments(state, update)
+        processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+        ids = torch.tensor([[*prompt, *output]])
+        theirs.append(processor(ids, torch.from_numpy(logits[row].copy())[None])[0].numpy())
+        numpy_rules = adjusted_logits(logits[row], params, prompt, output)
+        np.testing.assert_allclose(numpy_rules, theirs[-1], rtol=1e-6)
+    state = dataclasses.replace(state, sampling=rows_of([params] * 9))
+    ids = jnp.arange(8)
+    ours = adjust(logits, state.take(ids), state.adjustments, ids, np.zeros((8,), np.bool_))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert np.array_equal(ours, logits) == (penalty == 1)
+
+
 def test_drawn_tokens_are_exactly_those_that_transformers_keeps():
     """4,096 draws of flat-tailed logits find every kept token that is at all likely, and no other."""
     rng = np.random.default_rng(1)
@@ -58,17 +110,7 @@ def test_drawn_tokens_are_exactly_those_that_transformers_keeps():
         kept = softmax(transformers_logits(logits, params).astype(np.float64))
         count = 4096
 
-        def column(value, dtype):
-            return jnp.full((count,), value, dtype)
-
-        rows = RowSampling(
-            temperature=column(params.temperature, jnp.float32),
-            top_k=column(params.top_k, jnp.int32),
-            top_p=column(params.top_p, jnp.float32),
-            min_p=column(params.min_p, jnp.float32),
-            seed=column(9, jnp.uint32),
-            num_logprobs=column(-1, jnp.int32),
-        )
+        rows = rows_of([dataclasses.replace(params, seed=9)] * count)
         drawn = np.bincount(
             jitted_sample(jnp.tile(logits, (count, 1)), rows, jnp.arange(count, dtype=jnp.int32)), minlength=24
         )

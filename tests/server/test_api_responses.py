@@ -166,6 +166,10 @@ def test_sampling_fields_reach_the_engine(server):
         stop_token_ids=[7],
         ignore_eos=True,
         min_tokens=2,
+        repetition_penalty=1.25,
+        presence_penalty=-0.5,
+        frequency_penalty=2,
+        logit_bias={"5": -100, "12": 1.5},
         max_tokens=9,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
@@ -177,6 +181,8 @@ def test_sampling_fields_reach_the_engine(server):
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.25, 0.5, 3, 0.1)
     assert (params.seed, params.stop_token_ids, params.ignore_eos) == ((-5) % 2**31, (7,), True)
     assert (params.min_tokens, params.max_tokens, params.skip_special_tokens) == (2, 9, False)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.25, -0.5, 2)
+    assert params.logit_bias == ((5, -100), (12, 1.5)) and params.prompt_logprobs is None
     assert params.include_stop_str_in_output and (request.priority, request.cache_salt) == (-3, "s")
 
 
@@ -184,7 +190,7 @@ def test_null_fields_are_defaults(server):
     fields = (
         "n stream stream_options max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos "
         "min_tokens logprobs top_logprobs tools tool_choice response_format logit_bias user frequency_penalty "
-        "presence_penalty "
+        "presence_penalty repetition_penalty "
         "skip_special_tokens add_generation_prompt continue_final_message cache_salt priority best_of"
     )
     assert chat(server, **dict.fromkeys(fields.split())).json()["choices"][0]["message"]["content"] == TEXT
@@ -192,10 +198,6 @@ def test_null_fields_are_defaults(server):
 
 def test_neutral_values_of_unsupported_fields_pass(server):
     neutral = {
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logit_bias": {},
         "best_of": 1,
         "response_format": {"type": "text"},
         "tools": [],

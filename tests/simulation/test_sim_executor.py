@@ -1,6 +1,7 @@
 """The simulated device: same stops and budgets as a real one, time from the cost model alone."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_budget_ends_a_row_and_then_it_emits_nothing():
     assert (after.token_ids, after.exhausted, after.stopped) == ((), False, False)
     # The loop is left as soon as no row is active: 4 of 8 steps, then none.
     assert [shape.num_steps for shape in cost_model.shapes] == [0, 4, 0]
+
+
+def test_prompt_logprobs_are_those_of_a_model_that_knows_nothing():
+    """Also in chunks that do not end the prompt."""
+    executor, _, _ = make()
+    updates = admit(0).updates
+    chunks = (PrefillChunk("a", 0, 0, (1, 2, 3), False, (3, 4), 1), PrefillChunk("b", 1, 0, (1, 2), False))
+    first = executor.submit(StepPlan(0, updates=(*updates, updates[0]._replace(row=1)), prefill=chunks)).result()
+    assert [(row.request_id, row.token_ids) for row in first.rows] == [("a", ())]
+    assert [entry.token_id for entry in first.rows[0].prompt_logprobs] == [3, 4]
+    assert {(entry.logprob, entry.rank) for entry in first.rows[0].prompt_logprobs} == {(-math.log(32_000), 1)}
+    chunk = PrefillChunk("a", 0, 3, (4, 5), True, (5,))
+    (row,) = executor.submit(StepPlan(1, prefill=(chunk,))).result().rows
+    assert len(row.token_ids) == 1 and [entry.token_id for entry in row.prompt_logprobs] == [5]
 
 
 def test_stop_id_is_emitted_and_ends_the_row_but_not_before_min_tokens():

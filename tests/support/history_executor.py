@@ -9,7 +9,7 @@ import zlib
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.plan import RowResult, StepPlan, StepResult, StepTiming
-from jaxkv.core.request import FinishReason, Request
+from jaxkv.core.request import FinishReason, Request, TokenLogprobs
 
 VOCAB = 5
 
@@ -88,9 +88,14 @@ class HistoryExecutor:
             row.request_id, row.seq_len = chunk.request_id, chunk.start + len(chunk.token_ids)
             assert not row.active and len(chunk.token_ids) > 0
             history = self._attend(row)
+            result = RowResult(chunk.request_id, ())
             if chunk.is_last:
                 row.active = True
-                results.append(self._result(row, [self._sample(row, history)]))
+                result = self._result(row, [self._sample(row, history)])
+            if chunk.targets:
+                result = result._replace(prompt_logprobs=self._prompt_logprobs(chunk))
+            if chunk.is_last or chunk.targets:
+                results.append(result)
         kv_tokens = sum(self.rows[entry.row].seq_len + 1 for entry in plan.decode)
         if all(self.rows[entry.row].active for entry in plan.decode):
             assert plan.decode_kv_tokens == kv_tokens
@@ -140,6 +145,14 @@ class HistoryExecutor:
         row.emitted += 1
         row.active = row.last_token not in admission.stop_ids and row.emitted < admission.max_new_tokens
         return row.last_token
+
+    def _prompt_logprobs(self, chunk):
+        """Entry i tells of prompt token i + 1: its rank is its position, so that a lost or doubled one shows."""
+        prompt = self.requests[chunk.request_id][0].prompt_token_ids
+        first = chunk.start + chunk.first_target + 1
+        assert chunk.targets == prompt[first : first + len(chunk.targets)], "targets are not the tokens that follow"
+        assert chunk.first_target + len(chunk.targets) <= len(chunk.token_ids)
+        return tuple(TokenLogprobs(token, -1.0, first + i) for i, token in enumerate(chunk.targets))
 
     def _result(self, row, tokens):
         stopped = bool(tokens) and tokens[-1] in row.admission.stop_ids

@@ -1,4 +1,8 @@
-"""Sampling filters in float64, one row at a time: the rules of transformers' logits processors."""
+"""Logit adjustments and sampling filters in float64, one row at a time: the rules of transformers' logits processors
+and, for presence and frequency, of OpenAI's API reference."""
+
+import collections
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,11 +18,31 @@ def filtered_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     probability = softmax(scaled)
     kept, total = np.zeros(len(scaled), bool), 0.0
     for token in order:
-        if total >= params.top_p and kept.any():
+        if params.top_p < 1 and total >= params.top_p and kept.any():
             break
         kept[token] = probability[token] >= params.min_p * probability.max()
         total += probability[token]
     return np.where(kept, scaled, -np.inf)
+
+
+def adjusted_logits(
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    forbidden: Sequence[int] = (),
+) -> np.ndarray:
+    """Logits [V] of the token after prompt + output, with min_tokens' ids forbidden, biased, then penalised."""
+    adjusted = logits.astype(np.float64)
+    adjusted[list(forbidden)] = -np.inf
+    for token, bias in dict(params.logit_bias).items():
+        adjusted[token] += bias
+    for token in {*prompt, *output}:
+        penalty = params.repetition_penalty
+        adjusted[token] = adjusted[token] / penalty if adjusted[token] > 0 else adjusted[token] * penalty
+    for token, times in collections.Counter(output).items():
+        adjusted[token] -= params.frequency_penalty * times + params.presence_penalty
+    return adjusted
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

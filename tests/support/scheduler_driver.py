@@ -80,11 +80,24 @@ class Driver:
     def take(self, outputs):
         for output in outputs:
             assert output.request_id not in self.reasons, "news after the end"
+            self.check_prompt_logprobs(output)
             self.got[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
                 if output.finish_reason is FinishReason.STOP and output.token_ids:
                     assert output.stop_token_id == output.token_ids[-1]
+
+    def check_prompt_logprobs(self, output):
+        """They come whole, with the first tokens and never again; the executor gives each its position as rank."""
+        request, _ = self.executor.requests[output.request_id]
+        wanted = request.sampling.prompt_logprobs is not None
+        assert (output.prompt_logprobs is not None) == (
+            wanted and bool(output.token_ids) and not self.got[output.request_id]
+        )
+        if output.prompt_logprobs is not None:
+            first, *rest = output.prompt_logprobs
+            expected = list(enumerate(request.prompt_token_ids))[1:]
+            assert first is None and [(entry.rank, entry.token_id) for entry in rest] == expected
 
     def check_counters(self):
         stats = self.scheduler.stats
@@ -153,6 +166,7 @@ def random_sampling(rng):
         seed=rng.choice([None, 0, 1]),
         stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1]))),
         min_tokens=rng.choice([0, 0, 2, 6]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
     )
 
 
@@ -185,7 +199,8 @@ def random_setup(rng):
 
 
 def fork_random(driver, rng):
-    return driver.fork(rng.choice(driver.scheduler.live_ids), random_sampling(rng))
+    sampling = dataclasses.replace(random_sampling(rng), prompt_logprobs=None)
+    return driver.fork(rng.choice(driver.scheduler.live_ids), sampling)
 
 
 def add_random(driver, rng):
