@@ -29,7 +29,7 @@ class EngineFailedError(Exception):
 
 
 class SyncEngine(Protocol):
-    """What is used of `jaxkv.control.engine.Engine`."""
+    """What is used of `jaxkv.control.engine.Engine`. `add` begins all of `Request.sequences`."""
 
     failed: str | None
 
@@ -45,7 +45,7 @@ class TokenDelta:
     """One token of one sequence, and the text that became certain with it.
 
     Attributes:
-      index: which of the requests submitted together.
+      index: which of the sequences submitted together, all those of one request before the next one's.
       token_ids: one token, or none when only the end is told.
       text: may be empty: a part of a character, or the beginning of a possible stop string.
     """
@@ -61,16 +61,16 @@ class TokenDelta:
 
 
 class RequestStream:
-    """Async iterator over the deltas of requests submitted together, in order within each of them.
+    """Async iterator over the deltas of sequences submitted together, in order within each of them.
 
-    Ends after every request has finished. Leave it with `cancel`, which aborts what still runs.
+    Ends after every sequence has finished. Leave it with `cancel`, which aborts what still runs.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_requests: int, cancel: Callable[[], None]):
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_sequences: int, cancel: Callable[[], None]):
         self.loop = loop
         self._cancel = cancel
         self._news: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
-        self._unfinished = num_requests
+        self._unfinished = num_sequences
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -149,18 +149,18 @@ class AsyncEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that have been accepted and not finished."""
+        """Sequences that have been accepted and not finished."""
         return len(self._running)
 
     async def submit(self, requests: Sequence[Request]) -> RequestStream:
-        """Hand requests to the engine: all are accepted, or none.
+        """Hand requests to the engine, each for `sampling.n` sequences: all are accepted, or none.
 
         Raises:
           RequestError: one of them can never be served. EngineFailedError: none can.
         """
         loop = asyncio.get_running_loop()
-        ids = [request.request_id for request in requests]
-        stream = RequestStream(loop, len(requests), lambda: self._inbox.put(lambda: self._abort(ids)))
+        ids = [sequence.request_id for request in requests for sequence in request.sequences()]
+        stream = RequestStream(loop, len(ids), lambda: self._inbox.put(lambda: self._abort(ids)))
         accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._inbox_lock:  # else the thread could end between the look and the put
             if self.failed is not None:
@@ -207,11 +207,12 @@ class AsyncEngine:
             return
         added: list[str] = []
         try:
-            for index, request in enumerate(requests):
+            for request in requests:
                 self._engine.add(request)
-                added.append(request.request_id)
-                text = OutputText(self._tokenizer, request.sampling, request.prompt_token_ids)
-                self._running[request.request_id] = _Running(request, index, text, stream)
+                for sequence in request.sequences():
+                    text = OutputText(self._tokenizer, sequence.sampling, sequence.prompt_token_ids)
+                    self._running[sequence.request_id] = _Running(sequence, len(added), text, stream)
+                    added.append(sequence.request_id)
         except RequestError as error:
             self._abort(added)
             accepted.set_exception(error)

@@ -22,32 +22,65 @@ Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationOutput:
-    """What became of one prompt.
+class SequenceOutput:
+    """One continuation of a prompt.
 
     Attributes:
-      prompt: its text; None when it was given as token ids.
       text: the output's text; a stop string or stop token is not in it unless asked for.
       token_ids: the output's tokens, the stop token included.
       stop_reason: the stop string or the id out of stop_token_ids that ended it, or None.
       logprobs: one entry a token, if asked for.
-      prompt_logprobs: one entry a prompt token, if asked for; None for the first, which nothing predicts.
-      num_cached_tokens: prompt tokens whose K/V came out of the prefix cache.
     """
 
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """What became of one prompt. `text`, `token_ids` and so on are those of the first sequence.
+
+    Attributes:
+      prompt: its text; None when it was given as token ids.
+      num_cached_tokens: prompt tokens whose K/V came out of the prefix cache (as found by the first sequence).
+      prompt_logprobs: one entry a prompt token, if asked for; None for the first, which nothing predicts.
+      outputs: its `SamplingParams.n` sequences.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
     num_cached_tokens: int
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    outputs: tuple[SequenceOutput, ...]
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.outputs[0].logprobs
 
 
 @dataclasses.dataclass
 class _Running:
+    """One sequence; `request` is one of `Request.sequences`."""
+
     prompt: str | None
     request: Request
     output_text: OutputText
@@ -66,17 +99,13 @@ class _Running:
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         return delta
 
-    def output(self, delta: TextDelta) -> GenerationOutput:
-        return GenerationOutput(
-            prompt=self.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
+    def output(self, delta: TextDelta) -> SequenceOutput:
+        return SequenceOutput(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
-            num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -148,7 +177,7 @@ class LLM:
           sampling_params: one for all (None: the defaults), or one a prompt.
 
         Returns:
-          One output a prompt, in the prompts' order.
+          One output a prompt, in the prompts' order; it holds the prompt's n sequences.
 
         Raises:
           RequestError: a prompt or parameter that cannot be served, before anything is generated.
@@ -183,11 +212,14 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Pieces of one output as they come. `prompt` is a text, token ids, or a conversation.
 
-        Leaving the iterator early ends the request.
+        Leaving the iterator early ends the request. Raises RequestError, also for more than one sequence.
         """
+        sampling_params = sampling_params or SamplingParams()
+        if sampling_params.n != 1:
+            raise RequestError(f"n is {sampling_params.n}; a stream gives one sequence: set n to 1", param="n")
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         encoded = self._rendered(prompt, template_variables) if is_chat else self._encoded(prompt)
-        running = self._add_all([encoded], [sampling_params or SamplingParams()])
+        running = self._add_all([encoded], [sampling_params])
         try:
             for _, delta in self._run(running):
                 yield delta
@@ -217,20 +249,33 @@ class LLM:
             raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one a prompt, or one")
         progress = progress or SilentProgress()
         running = self._add_all(prompts, params)
-        outputs: dict[str, GenerationOutput] = {}
+        outputs: dict[str, SequenceOutput] = {}
         try:
             for request_id, delta in self._run(running):
                 if delta.finish_reason is not None:
                     outputs[request_id] = running[request_id].output(delta)
-                    progress.update("generate", len(outputs), len(running), "requests")
+                    progress.update("generate", len(outputs), len(running), "sequences")
         finally:
             self._abort(running)
-        return [outputs[request_id] for request_id in running]
+        sequences = iter(running.items())
+        results = []
+        for sampling in params:
+            (request_id, first), *others = itertools.islice(sequences, sampling.n)
+            results.append(
+                GenerationOutput(
+                    prompt=first.prompt,
+                    prompt_token_ids=first.request.prompt_token_ids,
+                    num_cached_tokens=first.num_cached_tokens,
+                    prompt_logprobs=first.prompt_logprobs,
+                    outputs=(outputs[request_id], *[outputs[other] for other, _ in others]),
+                )
+            )
+        return results
 
     def _add_all(
         self, prompts: Sequence[tuple[str | None, tuple[int, ...]]], params: Sequence[SamplingParams]
     ) -> dict[str, _Running]:
-        """Queues all prompts, or none."""
+        """Queues all prompts, or none; returns their sequences, in order."""
         config, vocab_size = self.started.config, self.started.model_config.vocab_size
         added: dict[str, _Running] = {}
         try:
@@ -245,7 +290,8 @@ class LLM:
                 )
                 request = Request(f"offline-{next(self._ids)}", ids, sampling)
                 self.started.engine.add(request)
-                added[request.request_id] = _Running(text, request, OutputText(self.tokenizer, sampling, ids))
+                for sequence in request.sequences():
+                    added[sequence.request_id] = _Running(text, sequence, OutputText(self.tokenizer, sampling, ids))
         except RequestError:
             self._running |= added
             self._abort(added)

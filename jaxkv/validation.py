@@ -41,6 +41,7 @@ def checked_sampling(
         raise RequestError(
             f"min_tokens is {params.min_tokens}, but only {room} tokens fit after the prompt", param="min_tokens"
         )
+    _in_range("n", params.n, 1, math.inf)
     _in_range("temperature", params.temperature, 0, math.inf)
     _in_range("top_p", params.top_p, 0, 1)
     if params.top_p == 0:

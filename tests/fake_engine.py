@@ -38,8 +38,9 @@ class FakeEngine:
             raise RequestError("request id in use")
         if request.cache_salt == "refuse":
             raise RequestError("refused by the engine: salt", param="cache_salt")
-        self.added.append(request)
-        self._live[request.request_id] = (request, list(self.script(request)), 0)
+        for sequence in request.sequences():
+            self.added.append(sequence)
+            self._live[sequence.request_id] = (sequence, list(self.script(sequence)), 0)
 
     def abort(self, request_id, reason=FinishReason.ABORT):
         self._check_thread()

@@ -31,6 +31,13 @@ def make(tokens_per_step=3, suffix=" done"):
 LONG = SamplingParams(max_tokens=200)
 
 
+def numbered(request):
+    """A script: the prompt, and which of n sequences it is."""
+    number = request.request_id.partition("#")[2] or "0"
+    text = TOKENIZER.decode(request.prompt_token_ids, skip_special_tokens=False) + f" {number}"
+    return [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+
+
 def test_one_prompt_of_each_kind():
     llm = make()
     [output] = llm.generate("héllo 👋", LONG)
@@ -59,6 +66,38 @@ def test_a_params_for_each_prompt_and_default_ones():
     assert len(output.token_ids) == 16
 
 
+def test_a_prompts_n_sequences_stand_in_its_output():
+    llm = make()
+    llm.started.engine.script = numbered
+    params = [SamplingParams(n=3, seed=7, max_tokens=99, logprobs=0), LONG, SamplingParams(n=2, seed=2**31 - 1)]
+    first, second, third = llm.generate(["abcd", "xyz", "uv"], params)
+    assert [output.text for output in first.outputs] == ["abcd 0", "abcd 1", "abcd 2"]
+    assert [len(output.logprobs) for output in first.outputs] == [len(output.token_ids) for output in first.outputs]
+    assert first.text == "abcd 0" and first.finish_reason is FinishReason.STOP and first.stop_reason is None
+    assert (first.token_ids, first.logprobs) == (first.outputs[0].token_ids, first.outputs[0].logprobs)
+    assert [output.text for output in second.outputs] == ["xyz 0"] and second.prompt == "xyz"
+    assert [output.text for output in third.outputs] == ["uv 0", "uv 1"]
+    added = llm.started.engine.added
+    assert [request.request_id for request in added] == [
+        "offline-0", "offline-0#1", "offline-0#2", "offline-1", "offline-2", "offline-2#1",
+    ]  # fmt: skip
+    assert [request.sampling.seed for request in added] == [7, 8, 9, None, 2**31 - 1, 0]
+    assert {request.sampling.n for request in added} == {1}
+
+
+def test_a_stop_string_ends_its_own_sequence_only():
+    llm = make(tokens_per_step=1)
+    llm.started.engine.script = numbered
+    [output] = llm.generate("x", SamplingParams(n=2, max_tokens=100, stop=("0",)))
+    assert [(one.text, one.stop_reason) for one in output.outputs] == [("x ", "0"), ("x 1", None)]
+    assert llm.started.engine.finished == ["offline-0"]
+
+
+def test_a_stream_is_one_sequence():
+    llm = make()
+    with pytest.raises(RequestError, match="n is 2; a stream gives one sequence"):
+        next(llm.stream("abc", SamplingParams(n=2)))
+    assert llm.started.engine.added == []
 def test_prompt_logprobs_come_with_the_output():
     llm = make(tokens_per_step=1)
     params = [SamplingParams(max_tokens=1, prompt_logprobs=0), SamplingParams(max_tokens=4, prompt_logprobs=0), LONG]
@@ -146,7 +185,7 @@ def test_an_engine_error_is_raised():
         llm.generate("x")
 
 
-def test_progress_counts_requests():
+def test_progress_counts_sequences():
     seen = []
 
     class Recorder:
@@ -154,7 +193,7 @@ def test_progress_counts_requests():
             seen.append((stage, done, total, unit))
 
     make().generate(["a", "b", "c"], LONG, progress=Recorder())
-    assert seen == [("generate", n, 3, "requests") for n in (1, 2, 3)]
+    assert seen == [("generate", n, 3, "sequences") for n in (1, 2, 3)]
 
 
 def test_closing():

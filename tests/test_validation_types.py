@@ -13,8 +13,8 @@ WRONG = {
     "max_tokens": [1.5, "3", True], "temperature": ["x", None, True], "top_p": ["1", None], "top_k": [1.0, None],
     "min_p": ["0"], "seed": [1.5, "s", False], "stop": ["text", (1,), None], "stop_token_ids": [(1.5,), 3, ("a",)],
     "include_stop_str_in_output": [1], "ignore_eos": [None, 0], "min_tokens": [0.5, None], "logprobs": [True, 2.0],
-    "skip_special_tokens": ["yes"], "repetition_penalty": [None, "1"], "presence_penalty": [True],
-    "frequency_penalty": ["0"],
+    "skip_special_tokens": ["yes"], "n": [0, -1, 1.5, None, True], "repetition_penalty": [None, "1"],
+    "presence_penalty": [True], "frequency_penalty": ["0"],
     "logit_bias": [3, None, (1, 2), ((1, "2"),), {"1": 2.0}, {1: True}, ((1, 2, 3),)], "prompt_logprobs": [True, 1.0],
 }  # fmt: skip
 

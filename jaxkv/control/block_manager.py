@@ -78,6 +78,8 @@ class BlockManager:
         The caller has checked `num_free`.
         """
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        if not hashes:
+            return [self._take() for _ in range(count)]
         stranded: dict[int, int] = {}
         for place, block_hash in enumerate(hashes[:count]):
             block = self._index.find(block_hash)
@@ -113,9 +115,12 @@ class BlockManager:
         return block_hash in self._ghosts
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these findable blocks; cached ones become owned again."""
+        """Add one reference to each of these owned or cached blocks; cached ones become owned again."""
         for block in blocks:
-            self._cached.use(block)
+            if block in self._index:
+                self._cached.use(block)
+            else:
+                assert self._ref_count[block] > 0, f"block {block} is neither owned nor cached"
             self._ref_count[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:

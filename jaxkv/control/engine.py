@@ -16,7 +16,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import Clock, MonotonicClock
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
-from jaxkv.core.request import FinishReason, Request, RequestOutput
+from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,37 @@ class Engine:
         self._news: list[RequestOutput] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request; its outputs come from `step`. Raises RequestError when it can't be served."""
-        if self.failed is not None:
-            raise RequestError(f"the engine has failed and must be restarted: {self.failed}", status=503)
-        self.scheduler.add(request, self.clock.now())
+        """Queue a request; its outputs come from `step`, those of n > 1 sequences under the ids of
+        `Request.sequences`. Raises RequestError when it can't be served."""
+        self._check_alive()
+        first, *others = request.sequences()
+        if taken := {other.request_id for other in others}.intersection(self.scheduler.live_ids):
+            raise RequestError(f"request id {min(taken)!r} is already in use", param="request_id")
+        self.scheduler.add(first, self.clock.now())
+        for other in others:
+            self.scheduler.fork(first.request_id, other.request_id, other.sampling, self.clock.now())
+
+    def fork(self, parent_id: str, request_id: str, sampling: SamplingParams) -> tuple[int, ...]:
+        """Queue a request that goes on from a live one's tokens: its prompt and all that has been read of its output.
+
+        The two share the blocks of these tokens; of the one that the fork writes to it has a copy, and of the tokens it
+        computes only the last again. If the parent has ended when the fork's turn comes, the fork finds in the prefix
+        cache what is there and computes the rest: the tokens are the same.
+
+        Cache salt and priority are the parent's; the prompt too, so that the parent's output counts in the fork's
+        max_tokens and min_tokens. It is not delivered again.
+
+        Args:
+          sampling: the fork's own (its `n` means nothing); without a seed it draws one.
+
+        Returns:
+          The parent's output so far, which the fork's own continues.
+
+        Raises:
+          RequestError: the parent isn't live (404), or the fork can't be served.
+        """
+        self._check_alive()
+        return self.scheduler.fork(parent_id, request_id, sampling, self.clock.now())
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request wherever it is; the next `step` returns its last output. False if it has already ended."""
@@ -116,6 +143,10 @@ class Engine:
         """Share of the pool's blocks that requests own (0 to 1); cached blocks count as free."""
         blocks = self.scheduler.blocks
         return 1 - blocks.num_free / blocks.num_usable
+
+    def _check_alive(self) -> None:
+        if self.failed is not None:
+            raise RequestError(f"the engine has failed and must be restarted: {self.failed}", status=503)
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
         self.failed = f"{type(error).__name__}: {error}"

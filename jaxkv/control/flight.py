@@ -40,7 +40,7 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
                 f"request {row.request_id} was to get {flight.num_prompt_logprobs} prompt logprobs in step {step_id}, "
                 f"got {len(row.prompt_logprobs)}"
             )
-        if state.status is Status.FINISHED or count == flight.num_sampled:
+        if count == flight.num_sampled or state.status is Status.FINISHED:
             continue
         if not (row.stopped and 0 < count < flight.num_sampled):
             raise RuntimeError(

@@ -9,15 +9,16 @@ so equal hashes mean equal whole prefixes, and a lookup is one dict access a blo
 untrusted: a hash that can be steered would let one user read another's cache.
 """
 
-import array
 import bisect
 import collections
 import dataclasses
 import hashlib
+import struct
 from collections.abc import Sequence
 from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
+TOKEN_BYTES = struct.calcsize("i")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +37,36 @@ def root_hash(cache_root: bytes, cache_salt: str | None) -> BlockHash:
 
 
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, whose first token follows directly on `parent`'s last.
+    """Hashes of the full blocks of `token_ids`, whose first token follows directly on `parent`'s last."""
+    return chain_hashes(parent, split_blocks(token_ids, block_size))
 
-    Token ids are 0 to 2**31 - 1; the tokens of a last, partial block are ignored.
-    """
-    tokens = array.array("i", token_ids)
-    data, stride = tokens.tobytes(), block_size * tokens.itemsize
+
+def chain_hashes(parent: BlockHash, blocks: Sequence[bytes]) -> list[BlockHash]:
+    """Hashes of consecutive blocks, given as `split_blocks` does."""
     hashes = []
     sha256 = hashlib.sha256
-    for start in range(0, len(data) - stride + 1, stride):
-        parent = BlockHash(sha256(parent + data[start : start + stride]).digest())
+    for tokens in blocks:
+        parent = BlockHash(sha256(parent + tokens).digest())
         hashes.append(parent)
     return hashes
+
+
+def split_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """`token_bytes` of the full blocks of `token_ids`; the tokens of a last, partial block are left out."""
+    data, stride = token_bytes(token_ids), block_size * TOKEN_BYTES
+    return [data[start : start + stride] for start in range(0, len(data) - stride + 1, stride)]
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens, 0 to 2**31 - 1, as hashes and heads hold them. (For a block, struct takes a third of array's time.)"""
+    return struct.pack(f"{len(token_ids)}i", *token_ids)
+
+
+def num_common(a: bytes, b: bytes) -> int:
+    """Length in tokens of the common head of two `token_bytes`."""
+    size = min(len(a), len(b))
+    differing = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
+    return (size - (differing.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
 class PrefixIndex:
@@ -85,7 +104,11 @@ class PrefixIndex:
     def add_head(self, block: int, parent: BlockHash, tokens: bytes) -> None:
         """Let a findable block, whose content is complete, be found by the head of its tokens too."""
         assert block in self._hash_of and block not in self._head_of, f"block {block} has a head, or is not findable"
-        bisect.insort(self._children.setdefault(parent, []), (tokens, block))
+        children = self._children.get(parent)
+        if children is None:
+            self._children[parent] = [(tokens, block)]
+        else:
+            bisect.insort(children, (tokens, block))
         self._head_of[block] = parent, tokens
 
     def remove(self, block: int) -> BlockHash:
@@ -168,15 +191,3 @@ class PrefixIndex:
         assert all(children == sorted(children) for children in self._children.values()), "heads are out of order"
         assert self._head_of.keys() <= self._hash_of.keys(), "a head belongs to no findable block"
         assert self._num_salted == collections.Counter(self._unsalted_of.values()), "salted blocks are miscounted"
-
-
-def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Tokens as `hash_blocks` hashes them: four bytes each."""
-    return array.array("i", token_ids).tobytes()
-
-
-def num_common(a: bytes, b: bytes) -> int:
-    """Length in tokens of the common head of two `token_bytes`."""
-    size = min(len(a), len(b))
-    differing = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
-    return (size - (differing.bit_length() + 7) // 8) // array.array("i").itemsize

@@ -6,6 +6,9 @@
 The copied head is the part of one cached block that agrees with the prompt: it is copied into the request's own block
 (copy-on-write), and computing goes on behind it. The last token is always computed: its logits are needed.
 
+A fork finds all but its last token in its parent's blocks, as long as the parent runs: whole ones are shared and the
+last, partial one is copied, whether or not they can be found by hash. Later it looks up its tokens like any request.
+
 Inside a plan block copies run before prefill. So a block that is written in the plan under construction can be shared
 whole by others of that plan, but copied from only in later ones; and a block that is copied from stays owned until the
 plan is complete, or it might be the target of another copy.
@@ -16,10 +19,15 @@ import dataclasses
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import BlockHash, token_bytes
-from jaxkv.control.request_state import RequestState
+from jaxkv.control.request_state import RequestState, Status
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
+
+# Blocks of generated tokens are published so many at a time, the rest when the request lets go of them: one by one they
+# cost the host nearly twice as much, felt at 256 rows. What others share of a running request is its prompt; a fork
+# publishes what it hangs on.
+PUBLISHED_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +63,10 @@ class PrefixHit:
         return PrefixHit(is_complete=self.is_complete, num_unused_tokens=self.num_tokens)
 
 
+def _running_parent(state: RequestState) -> RequestState | None:
+    return state.parent if state.parent is not None and state.parent.status is Status.RUNNING else None
+
+
 class PrefixSharing:
     """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`.
 
@@ -74,6 +86,8 @@ class PrefixSharing:
 
     def find(self, state: RequestState) -> PrefixHit:
         """Changes nothing: `take` must follow before anything else is allocated."""
+        if (parent := _running_parent(state)) is not None:
+            return self._find_in_parent(state, parent)
         if not self._is_enabled:
             return PrefixHit()
         size, num_known = self._block_size, len(state.token_ids)
@@ -95,13 +109,24 @@ class PrefixSharing:
         hit = PrefixHit(blocks, num_full, source, num_head, is_complete)
         return hit.unused() if state.needs_prompt_logits else hit
 
+    def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
+        """A fork's known tokens are the first ones of its parent: all but the last are shared, published or not."""
+        num_shared = len(state.token_ids) - 1
+        num_blocks, num_head = divmod(num_shared, self._block_size)
+        source = parent.blocks[num_blocks] if num_head else None
+        return PrefixHit(tuple(parent.blocks[:num_blocks]), num_shared - num_head, source, num_head, is_complete=True)
+
     def take(self, state: RequestState, hit: PrefixHit, num_blocks: int) -> None:
         """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
-        if self._is_enabled:
+        if self._is_enabled or hit.is_complete:
             self._count(state, hit)
+        if (parent := _running_parent(state)) is not None:  # or the blocks that follow would hang in the air
+            self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
         num_hits = len(hit.blocks)
-        own = self._blocks.allocate(num_blocks - num_hits, state.block_hashes[num_hits:])
+        # The copy of a whole block takes no findable block of that content: others may copy from it in this plan.
+        is_copy = hit.is_complete and hit.source is not None
+        own = self._blocks.allocate(num_blocks - num_hits, () if is_copy else state.block_hashes[num_hits:])
         state.blocks = [*hit.blocks, *own]
         state.num_computed = hit.num_tokens
         state.num_published_blocks = num_hits
@@ -118,16 +143,17 @@ class PrefixSharing:
         if num_full <= state.num_published_blocks or not self._is_enabled:
             return
         state.extend_hashes(size)
+        parent = state.parent_hash(state.num_published_blocks)
         for place in range(state.num_published_blocks, num_full):
-            block, parent = state.blocks[place], state.parent_hash(place)
+            block, block_hash = state.blocks[place], state.block_hashes[place]
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-            if self._blocks.register(block, state.block_hashes[place], parent, unsalted):
+            if self._blocks.register(block, block_hash, parent, unsalted):
                 self.pins.published(state.root, block)
-                head = block, parent, token_bytes(state.token_ids[place * size : (place + 1) * size])
                 if planned:
-                    self._new_heads.append(head)
+                    self._new_heads.append((block, parent, state.block_tokens[place]))
                 else:
-                    self._blocks.index.add_head(*head)
+                    self._blocks.index.add_head(block, parent, state.block_tokens[place])
+            parent = block_hash
         state.num_published_blocks = num_full
 
     def end_admissions(self) -> tuple[BlockCopy, ...]:

@@ -7,7 +7,7 @@ import hashlib
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.lookahead import LookAhead
-from jaxkv.control.prefix_index import BlockHash, hash_blocks, root_hash
+from jaxkv.control.prefix_index import BlockHash, chain_hashes, root_hash, split_blocks
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import RequestMetrics
@@ -38,11 +38,15 @@ class RequestState:
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
+      block_tokens: `token_bytes` of the same blocks.
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
-      num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+      num_cached_tokens: prompt tokens found in the prefix cache, or shared with `parent`, at the first admission.
       prompt_logprobs: those read so far, of the prompt's second token and on; told with the first token, then dropped.
+      parent: of a fork that has not been admitted yet: whom to share K/V with.
+      num_inherited_tokens: of a fork: output tokens that its parent had generated; they are not delivered again.
+      prefilled_in: id of the plan with the chunk of the last known token.
     """
 
     request: Request
@@ -60,6 +64,7 @@ class RequestState:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_uploaded_blocks: int = 0
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
+    block_tokens: list[bytes] = dataclasses.field(default_factory=list)
     unsalted_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     num_computed: int = 0
@@ -69,6 +74,9 @@ class RequestState:
     is_decoding: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    parent: "RequestState | None" = None
+    num_inherited_tokens: int = 0
+    prefilled_in: int = -1
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -84,6 +92,7 @@ class RequestState:
 
     @property
     def num_generated_tokens(self) -> int:
+        """Those that a fork inherited included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -129,11 +138,12 @@ class RequestState:
         """Hash the full blocks of known tokens that are not hashed yet."""
         num_hashed = len(self.block_hashes)
         if (num_hashed + 1) * block_size <= len(self.token_ids):
-            tokens = self.token_ids[num_hashed * block_size :]
-            self.block_hashes += hash_blocks(self.parent_hash(num_hashed), tokens, block_size)
+            blocks = split_blocks(self.token_ids[num_hashed * block_size :], block_size)
+            self.block_hashes += chain_hashes(self.parent_hash(num_hashed), blocks)
+            self.block_tokens += blocks
             if self.is_salted:
                 parent = self.unsalted_hashes[-1] if num_hashed else self.unsalted_root
-                self.unsalted_hashes += hash_blocks(parent, tokens, block_size)
+                self.unsalted_hashes += chain_hashes(parent, blocks)
 
     @property
     def is_salted(self) -> bool:
@@ -154,7 +164,7 @@ class RequestState:
             self.request.request_id,
             () if row is None else row.token_ids,
             finish_reason,
-            row.token_ids[-1] if finish_reason is FinishReason.STOP and row is not None else None,
+            row.token_ids[-1] if finish_reason and finish_reason is FinishReason.STOP and row is not None else None,
             None if row is None else row.logprobs,
             len(self.request.prompt_token_ids),
             self.num_cached_tokens,
@@ -169,7 +179,7 @@ class RequestState:
             finish_reason=finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens,
+            num_generated_tokens=self.num_generated_tokens - self.num_inherited_tokens,
             num_preemptions=self.num_preemptions,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
@@ -178,14 +188,23 @@ class RequestState:
 
 
 def new_request_state(
-    request: Request, limits: ExecutorLimits, config: SchedulerConfig, arrival_number: int, now: float
+    request: Request,
+    limits: ExecutorLimits,
+    config: SchedulerConfig,
+    arrival_number: int,
+    now: float,
+    parent: RequestState | None = None,
 ) -> RequestState:
-    """State of a request that has just arrived. Raises RequestError when it can never be served."""
+    """State of a request that has just arrived. Raises RequestError when it can never be served.
+
+    `parent`: whose tokens it continues, for a fork.
+    """
     max_total_tokens = _max_total_tokens(request, limits, config.max_pinned_blocks)
     # A stray id would fail on the device, where it takes every other request with it.
-    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= config.vocab_size:
-        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < config.vocab_size)
-        raise RequestError(f"token id {wrong} is outside the vocabulary, 0 to {config.vocab_size - 1}", param="prompt")
+    extremes = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if wrong := [token for token in extremes if not 0 <= token < config.vocab_size]:
+        last = config.vocab_size - 1
+        raise RequestError(f"token id {wrong[0]} is outside the vocabulary, 0 to {last}", param="prompt")
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
@@ -208,9 +227,25 @@ def new_request_state(
         root=root_hash(config.cache_root, request.cache_salt),
         unsalted_root=root_hash(config.cache_root, None),
     )
+    if parent is not None:
+        _inherit(state, parent)
     if config.enable_prefix_caching:
         state.extend_hashes(limits.block_size)
     return state
+
+
+def _inherit(state: RequestState, parent: RequestState) -> None:
+    state.parent = parent
+    state.token_ids = parent.token_ids.copy()
+    state.num_inherited_tokens = parent.num_generated_tokens
+    state.block_hashes, state.unsalted_hashes = parent.block_hashes.copy(), parent.unsalted_hashes.copy()
+    state.block_tokens = parent.block_tokens.copy()
+    if len(state.token_ids) >= state.max_total_tokens:
+        raise RequestError(
+            f"max_tokens is {state.sampling.max_tokens}, but request {parent.request_id!r} has generated "
+            f"{state.num_inherited_tokens} tokens, which count: raise max_tokens above that",
+            param="max_tokens",
+        )
 
 
 def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_blocks: int) -> int:

@@ -4,17 +4,23 @@ A plan is built in this order, the later parts getting what the earlier ones lea
 
   1. decode rows, best rank first: blocks for one step each, by preemption where there is no other way
   2. the next chunk of running requests that still prefill
-  3. waiting requests, strictly in rank order, as long as rows, blocks and the token budget last
+  3. waiting requests, in rank order, as long as rows, blocks and the token budget last
   4. C, the number of decode steps, and the lookahead blocks for all of them; C is halved until they fit
 
 The budget counts one for each decode row, whatever C, and one for each prefill token.
 
 Nothing starves under fcfs: a request takes blocks only from newer ones, so the oldest always advances, and the queue's
-head is never overtaken. Under the priority policy this holds among requests of equal priority; better ones go first.
+head is never overtaken but by leave (below). Under the priority policy this holds among requests of equal priority;
+better ones go first.
+
+A fork ranks behind its parent, so when it heads the queue its parent runs or has ended. K/V can be copied from the plan
+after the one that writes it: a fork that comes to its turn in the plan of its parent's last chunk is set aside for that
+one plan, a row and blocks are kept for it, and those behind it may have what else is left. It comes first in the next.
 """
 
 import bisect
 import collections
+import dataclasses
 import heapq
 import logging
 
@@ -24,13 +30,14 @@ from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
 from jaxkv.control.lookahead import LookAhead
-from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
+from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
+from jaxkv.control.request_checks import check_states
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
-from jaxkv.core.request import FinishReason, Request, RequestOutput
+from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +77,34 @@ class Scheduler:
 
     def add(self, request: Request, now: float = 0.0) -> None:
         """Queue a request. Raises RequestError when it can never be served, or its id is in use."""
-        if request.request_id in self._live:
-            raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
-        state = new_request_state(request, self.limits, self.config, self._num_arrivals, now)
+        self._check_id(request.request_id)
+        self._enqueue(new_request_state(request, self.limits, self.config, self._num_arrivals, now))
+
+    def fork(self, parent_id: str, request_id: str, sampling: SamplingParams, now: float = 0.0) -> tuple[int, ...]:
+        """Queue a request that goes on from a live one's known tokens; see `Engine.fork`."""
+        parent = self._live.get(parent_id)
+        if parent is None:
+            raise RequestError(
+                f"request {parent_id!r} has ended or never was: only a live one can be forked", param="parent_id",
+                status=404,
+            )  # fmt: skip
+        if sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
+            )
+        self._check_id(request_id)
+        request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
+        state = new_request_state(request, self.limits, self.config, self._num_arrivals, now, parent)
+        self._enqueue(state)
+        return tuple(state.token_ids[state.num_prompt_tokens :])
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._live:
+            raise RequestError(f"request id {request_id!r} is already in use", param="request_id")
+
+    def _enqueue(self, state: RequestState) -> None:
         self._num_arrivals += 1
-        self._live[request.request_id] = state
+        self._live[state.request_id] = state
         self.waiting.push(state)
         self.stats.num_requests += 1
 
@@ -128,13 +158,24 @@ class Scheduler:
                 budget -= self._add_chunk(state, budget, chunks, flights)
         # A step that took blocks away gives none out, or the victim's place would be refilled at once.
         if self.stats.preemptions == preemptions:
-            while self.waiting and self._free_rows and budget > 0 and len(chunks) < self.limits.max_prefill_seqs:
+            early: list[RequestState] = []  # forks whose time is the next plan
+            while (
+                self.waiting
+                and len(self._free_rows) > len(early)
+                and budget > 0
+                and len(chunks) < self.limits.max_prefill_seqs
+            ):
                 state = self.waiting.head()
-                hit = self._admissible_hit(state)
+                if self._is_early(state):
+                    early.append(self.waiting.pop())
+                    continue
+                hit = self._admissible_hit(state, len(early))
                 if hit is None:
                     break
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
+            for state in early:
+                self.waiting.push(state)
         copies = self.prefixes.end_admissions()
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
         decode_kv_tokens = 0
@@ -173,7 +214,7 @@ class Scheduler:
         block_size = self.limits.block_size
         decoding, remaining = [], []
         for state in self.running.copy():  # victims come later in this order, so none is in `decoding` already
-            if not state.is_decoding or state.status is not Status.RUNNING:
+            if not state.is_decoding:  # still prefilling, or preempted just now
                 continue
             left = state.num_remaining
             if left <= 0:
@@ -206,17 +247,24 @@ class Scheduler:
         state.status = Status.WAITING
         self.waiting.push(state)
 
-    def _admissible_hit(self, state: RequestState) -> PrefixHit | None:
+    def _is_early(self, state: RequestState) -> bool:
+        """A fork whose parent's K/V is not there before this plan: its last chunk is in it, or it is early itself."""
+        parent = state.parent
+        if parent is None or parent.status is Status.FINISHED:
+            return False
+        return not (parent.is_decoding and parent.prefilled_in < self._next_step_id)
+
+    def _admissible_hit(self, state: RequestState, num_early: int) -> PrefixHit | None:
         """What the cache has for the request, if it can be admitted now.
 
         Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others. One more
         block for every running row stays free: without it a request would be admitted only to be preempted as soon as
-        its elders grow.
+        its elders grow. The same holds for each early fork, which needs one block of its own besides.
         """
         if state.num_plans_in_flight:  # preempted a moment ago: its next token is not known yet
             return None
         hit = self.prefixes.find(state)
-        headroom = len(self.running) + 1 if self.running else 0
+        headroom = len(self.running) + 1 + 2 * num_early if self.running else 0
         needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
         if self.blocks.num_free_without(hit.used_blocks) >= needed:
             return hit
@@ -231,10 +279,11 @@ class Scheduler:
         bisect.insort(self.running, state, key=lambda other: other.rank)
         if state.first_scheduled is None:
             state.first_scheduled = now
-            state.num_cached_tokens = hit.num_tokens
-            self.stats.prompt_tokens += state.num_prompt_tokens
+            state.num_cached_tokens = min(hit.num_tokens, state.num_prompt_tokens)
+            self.stats.prompt_tokens += len(state.token_ids)
             self.stats.cached_tokens += hit.num_tokens
             self.stats.queue_time.add(now - state.arrival)
+        state.parent = None
         state.num_uploaded_blocks = len(state.blocks)
         return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
 
@@ -249,6 +298,7 @@ class Scheduler:
         state.num_sampled_in_flight += chunk.is_last
         state.num_plans_in_flight += 1
         state.is_decoding = chunk.is_last
+        state.prefilled_in = self._next_step_id
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
         self.prefixes.publish(state, end, planned=True)
         return end - start
@@ -299,7 +349,8 @@ class Scheduler:
         check_result(step_id, flights, result)
         now = result.timing.finished
         rows = iter(result.rows)
-        block_size = self.limits.block_size
+        publish_tokens = PUBLISHED_AT_ONCE * self.limits.block_size
+        running, finished = Status.RUNNING, Status.FINISHED  # looking up an enum's member takes 0.1 us
         outputs: list[RequestOutput] = []
         gaps: list[float] = []
         num_generated = 0
@@ -308,7 +359,7 @@ class Scheduler:
             state.num_plans_in_flight -= 1
             row = next(rows) if flight.has_result else None
             status = state.status
-            if status is Status.FINISHED:
+            if status is finished:
                 continue
             if flight.num_prompt_logprobs:
                 state.prompt_logprobs += row.prompt_logprobs
@@ -325,10 +376,10 @@ class Scheduler:
                 else:
                     gaps.append(now - state.last_token)
                 state.last_token = now
-            if status is Status.RUNNING:  # a preempted request keeps its new tokens, but has no KV any more
+            if status is running:  # a preempted request keeps its new tokens, but has no KV any more
                 state.num_in_flight -= flight.num_kv
                 state.num_computed += num_kv
-                if state.num_computed // block_size > state.num_published_blocks:
+                if state.num_computed - state.num_published_blocks * self.limits.block_size >= publish_tokens:
                     self.prefixes.publish(state, state.num_computed, planned=False)
             if row is not None:
                 reason = None
@@ -349,6 +400,7 @@ class Scheduler:
         """Give row and blocks back. What is in flight still runs, before anything that later plans do with them."""
         del self.running[bisect.bisect_left(self.running, state.rank, key=lambda other: other.rank)]
         heapq.heappush(self._free_rows, state.row)
+        self.prefixes.publish(state, state.num_computed, planned=False)
         self.blocks.free(state.blocks)
         state.row, state.decode_row = -1, None
         state.blocks = []
@@ -365,23 +417,12 @@ class Scheduler:
         del self._live[state.request_id]
         self.stats.record_finished(state.metrics(reason, now))
 
-    # -- checks
-
     def check(self) -> None:
         """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""
         self.blocks.check([state.blocks for state in self.running] + self.prefixes.pins.owners())
         rows = [state.row for state in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
-        assert self.running == sorted(self.running, key=lambda state: state.rank), "running requests are out of order"
-        assert {*self.running, *self.waiting} == set(self._live.values()), "a live request is lost"
-        assert len(self.running) + len(self.waiting) == len(self._live), "a request runs and waits at once"
-        for state in self.waiting:
-            assert state.status is Status.WAITING and not state.blocks and not state.is_decoding, state
-        for state in self.running:
-            assert state.status is Status.RUNNING and state.num_remaining >= 0, state
-            known = len(state.token_ids) + state.num_sampled_in_flight
-            assert state.num_scheduled == known - 1 if state.is_decoding else state.num_scheduled < known, state
-            assert state.num_scheduled <= len(state.blocks) * self.limits.block_size, state
+        check_states(self.running, list(self.waiting), self._live.values(), self.limits.block_size)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)

@@ -59,8 +59,9 @@ class RequestMetrics:
     Attributes:
       first_scheduled: when a plan first held it; first_token / last_token: when tokens reached the host. None if it
         ended before.
-      num_cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
-      num_generated_tokens: tokens delivered, the stop id included.
+      num_cached_tokens: prompt tokens found in the prefix cache, or shared with a fork's parent, when it was first
+        admitted.
+      num_generated_tokens: tokens delivered, the stop id included; of a fork, only its own.
     """
 
     request_id: str
@@ -118,8 +119,9 @@ class MissReason(enum.Enum):
 class PrefixCacheStats:
     """What requests found in the prefix cache, in tokens: hit + missed = queried.
 
-    A prompt is queried once, when it is first admitted. After a preemption only what must be computed again counts, as
-    queried and as missed; what is found again is no hit, since the request put it there itself.
+    A prompt is queried once, when it is first admitted; what a fork shares with its parent is a hit. After a preemption
+    only what must be computed again counts, as queried and as missed; what is found again is no hit, since the request
+    put it there itself.
 
     Attributes:
       hit_full_block: in blocks shared whole; hit_partial_block: in the copied head of a block.
@@ -150,13 +152,14 @@ class EngineStats:
 
     Attributes:
       num_requests: accepted so far; num_finished: ended so far, by reason.
-      prompt_tokens: of admitted requests; cached_tokens: those of them that came from the prefix cache.
+      prompt_tokens: of admitted requests, and what forks take over of their parents' output; cached_tokens: those of
+        them that came from the prefix cache or a parent.
       computed_tokens: tokens run through prefill, those recomputed after a preemption included.
       generated_tokens: tokens delivered.
       preemptions: times a running request gave its blocks back.
       steps: plans made. decode_calls: plans that decode. loop_steps: how many decode calls had each C.
       itl: time between two deliveries to one request (one call may deliver several tokens; TPOT is the mean a token).
-      prefix_cache: what the prefix cache gave, and why not more; all zero when it is off.
+      prefix_cache: what the prefix cache gave, and why not more; when it is off, of forks only.
       requests: the latest finished requests.
     """
 

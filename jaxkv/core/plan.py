@@ -96,6 +96,7 @@ class PlanShape:
       prefill_tokens: new prompt tokens computed; prefill_context: tokens already in cache that they attend to, summed.
       decode_rows / decode_kv_tokens: rows that decode, and the KV tokens they attend to in the first step, summed.
       num_steps: most decode steps. bucket: padded (prefill tokens, decode rows) as the executor would run them.
+      copied_tokens: whose K/V are copied from block to block.
     """
 
     prefill_tokens: int
@@ -104,6 +105,7 @@ class PlanShape:
     decode_kv_tokens: int
     num_steps: int
     bucket: tuple[int, int] = (0, 0)
+    copied_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +127,7 @@ class StepPlan:
             decode_rows=len(self.decode),
             decode_kv_tokens=self.decode_kv_tokens,
             num_steps=self.num_steps,
+            copied_tokens=sum(copy.num_tokens for copy in self.block_copies),
         )
 
 

@@ -18,6 +18,7 @@ class SamplingParams:
     Log-probabilities are reported of the logits before all of it.
 
     Attributes:
+      n: sequences that continue the prompt, each on its own; they share the prompt's K/V, which is computed once.
       max_tokens: most new tokens; None means up to max_model_len.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 or -1 keeps all.
@@ -28,15 +29,17 @@ class SamplingParams:
       presence_penalty: subtracted from the logits of every token that the output has already.
       frequency_penalty: subtracted as often as the token occurs in the output.
       logit_bias: added to the logits of some tokens: {token id: bias}, or pairs of these; -100 all but forbids.
-      seed: same seed, same prompt, same tokens, whatever else runs; None draws one.
+      seed: same seed, same prompt, same tokens, whatever else runs; None draws one. Sequence i has seed + i.
       stop: texts that end the output (not included in it unless include_stop_str_in_output).
       stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
       min_tokens: end-of-sequence and stop ids can't be chosen before this many new tokens.
       logprobs: None, or how many alternatives to report a token (0: the chosen token only).
-      prompt_logprobs: the same for the prompt's tokens, all but the first. Such a request computes its whole prompt.
+      prompt_logprobs: the same for the prompt's tokens, all but the first. Such a request computes its whole prompt; of
+        n sequences the first brings them.
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -121,3 +124,17 @@ class Request:
     arrival_time: float | None = None
     priority: int = 0
     cache_salt: str | None = None
+
+    def sequences(self) -> tuple["Request", ...]:
+        """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2 ...; n is 1 in each."""
+        if self.sampling.n == 1:
+            return (self,)
+        return tuple([self._sequence(i) for i in range(self.sampling.n)])
+
+    def _sequence(self, i: int) -> "Request":
+        sampling = dataclasses.replace(self.sampling, n=1)
+        if i:
+            seed = None if sampling.seed is None else (sampling.seed + i) % 2**31
+            sampling = dataclasses.replace(sampling, seed=seed, prompt_logprobs=None)  # they come with the first
+        request_id = f"{self.request_id}#{i}" if i else self.request_id
+        return dataclasses.replace(self, request_id=request_id, sampling=sampling)

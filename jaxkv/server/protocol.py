@@ -138,6 +138,7 @@ class GenerationRequest(BaseModel, abc.ABC):
 
         max_tokens = self.requested_max_tokens()
         return SamplingParams(
+            n=self.num_choices,
             max_tokens=self.default_max_tokens if max_tokens is None else max_tokens,
             temperature=given(self.temperature, 1.0),
             top_p=given(self.top_p, 1.0),

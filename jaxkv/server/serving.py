@@ -113,17 +113,15 @@ class Serving:
                 max_model_len=self.max_model_len,
                 max_logprobs=self.max_logprobs,
             )
-            for i in range(body.num_choices):
-                seed = None if sampling.seed is None else (sampling.seed + i) % 2**31
-                requests.append(
-                    Request(
-                        request_id=f"{response_id}-{len(requests)}",
-                        prompt_token_ids=prompt.token_ids,
-                        sampling=dataclasses.replace(sampling, seed=seed),
-                        priority=body.priority or 0,
-                        cache_salt=body.cache_salt,
-                    )
+            requests.append(
+                Request(
+                    request_id=f"{response_id}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=sampling,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt,
                 )
+            )
         return await self.engine.submit(requests)
 
 

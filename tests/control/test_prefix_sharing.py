@@ -120,6 +120,26 @@ def test_what_is_computed_again_after_a_preemption_is_no_hit():
     assert missed(scheduler) == ((0, 0), {"recomputed": 3})  # tokens 8 and 9, and the one generated
 
 
+@pytest.mark.parametrize("end", ["finish", "preempt"])
+def test_generated_blocks_are_published_four_at_a_time_and_at_the_end(end):
+    scheduler = make(SchedulerConfig(decode_steps=4))
+    scheduler.add(Request("a", tuple(range(6)), SamplingParams(max_tokens=40)))
+    findable = {}
+    for _ in range(7):
+        plan = scheduler.schedule()
+        row = RowResult("a", (5,) * max(plan.num_steps, 1))
+        scheduler.update(StepResult(plan.step_id, (row,), StepTiming(0.0, 0.0)))
+        scheduler.check()
+        findable[scheduler.running[0].num_computed] = len(scheduler.blocks.index)
+    assert findable == {6: 1, 10: 1, 14: 1, 18: 1, 22: 5, 26: 5, 30: 5}  # tokens with K/V: blocks that are found
+    if end == "finish":
+        scheduler.finish("a", FinishReason.STOP)
+    else:
+        scheduler.preempt("a")
+    scheduler.check()
+    assert len(scheduler.blocks.index) == 7
+
+
 def test_a_block_is_not_copied_from_in_the_plan_that_writes_it():
     scheduler = make()
     for name, tail in (("a", [4, 5, 6, 7]), ("b", [4, 5, 60])):

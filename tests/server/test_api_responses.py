@@ -108,7 +108,11 @@ def test_no_usage_unless_asked(server):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt, count", [("a", 1), (["a", "bc"], 2), ([1, 2, 3], 1), ([[4], [5, 6]], 2)])
 def test_every_form_of_prompt_times_n(server, prompt, count, stream):
-    server.script = lambda request: [*server.tokenizer.encode(f"<{request.request_id[-1]}>"), 2]
+    def script(request):
+        number, _, sequence = request.request_id.rpartition("-")[2].partition("#")
+        return [*server.tokenizer.encode(f"<{2 * int(number) + int(sequence or 0)}>"), 2]
+
+    server.script = script
     response = server.post("/v1/completions", prompt=prompt, n=2, seed=7, max_tokens=30, stream=stream)
     texts = dict.fromkeys(range(2 * count), "")
     for chunk in events(response) if stream else [response.json()]:

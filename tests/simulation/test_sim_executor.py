@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import SimulatedClock
-from jaxkv.core.plan import Admission, DecodeRow, PlanShape, PrefillChunk, RowUpdate, StepPlan
+from jaxkv.core.plan import Admission, BlockCopy, DecodeRow, PlanShape, PrefillChunk, RowUpdate, StepPlan
 from jaxkv.core.request import SamplingParams
 from jaxkv.simulation.cost_model import ConstantCostModel
 from jaxkv.simulation.sim_executor import SimExecutor
@@ -117,8 +117,15 @@ def test_steps_run_one_after_another_and_reading_moves_the_clock():
 
 def test_constant_cost_model_adds_up():
     model = ConstantCostModel(
-        call_seconds=1, prefill_token_seconds=10, decode_step_seconds=100, decode_row_seconds=1000
+        call_seconds=1,
+        prefill_token_seconds=10,
+        decode_step_seconds=100,
+        decode_row_seconds=1000,
+        copied_token_seconds=10_000,
     )
     assert model.seconds(PlanShape(0, 0, 0, 0, 0)) == 1
     assert model.seconds(PlanShape(3, 99, 0, 0, 0)) == 31
     assert model.seconds(PlanShape(2, 0, 4, 99, 5)) == pytest.approx(1 + 20 + 5 * (100 + 4000))
+    assert model.seconds(PlanShape(0, 0, 0, 0, 0, copied_tokens=7)) == 70_001
+    plan = StepPlan(0, block_copies=(BlockCopy(1, 2, 3), BlockCopy(1, 3, 4)))
+    assert plan.shape().copied_tokens == 7

@@ -21,13 +21,16 @@ def next_token(history, seed, forbidden=()):
     return token
 
 
-def naive_generate(request, seed, limits):
-    """Output tokens and finish reason by full recompute, one request at a time."""
+def naive_generate(request, seed, limits, inherited=()):
+    """Output tokens and finish reason by full recompute, one request at a time.
+
+    `inherited`: output that a fork continues; it is part of the output returned.
+    """
     prompt, sampling = request.prompt_token_ids, request.sampling
     longest = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size + 1)
     if sampling.max_tokens is not None:
         longest = min(limits.max_model_len, len(prompt) + sampling.max_tokens)
-    history = list(prompt)
+    history = [*prompt, *inherited]
     while True:
         early = len(history) - len(prompt) < sampling.min_tokens
         history.append(next_token(history, seed, sampling.stop_token_ids if early else ()))

@@ -1,0 +1,107 @@
+"""Schedulers with one mistake each: every one must be caught, or the oracle of the exactness tests proves nothing."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.prefix_index import chain_hashes
+from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
+from jaxkv.control.scheduler import Scheduler
+from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.request import SamplingParams
+from tests.support.scheduler_driver import Driver
+
+
+class BrokenScheduler(Scheduler):
+    """Makes the mistake that `mutation` names; none for an empty one."""
+
+    mutation = ""
+
+    def add(self, request, now=0.0):
+        super().add(dataclasses.replace(request, cache_salt=None) if self.mutation == "ignore_salt" else request, now)
+
+    def schedule(self, now=0.0):
+        plan = super().schedule(now)
+        if plan is not None and self.mutation == "forget_copies":
+            plan = dataclasses.replace(plan, block_copies=())
+        if plan is not None and self.mutation == "copy_too_little":
+            copies = tuple(dataclasses.replace(copy, num_tokens=copy.num_tokens - 1) for copy in plan.block_copies)
+            plan = dataclasses.replace(plan, block_copies=tuple(copy for copy in copies if copy.num_tokens))
+        return plan
+
+    def _is_early(self, state):
+        return self.mutation != "fork_too_early" and super()._is_early(state)
+
+    def _admissible_hit(self, state, num_early):
+        hit = super()._admissible_hit(state, num_early)
+        if self.mutation == "fork_writes_to_shared_block" and hit is not None and state.parent and hit.source:
+            hit = dataclasses.replace(hit, blocks=hit.used_blocks, source=None)
+        if self.mutation == "fork_shares_last_token" and hit is not None and state.parent and hit.source:
+            hit = dataclasses.replace(hit, num_head_tokens=hit.num_head_tokens + 1)
+        if self.mutation == "share_any_block" and self.running and hit == PrefixHit():
+            hit = PrefixHit((self.running[0].blocks[0],), self.limits.block_size)
+        return hit
+
+    def _release(self, state):
+        if self.mutation == "free_twice" and len(state.blocks) > 1:
+            self.blocks.free(state.blocks[-1:])
+        super()._release(state)
+
+    def _upload_blocks(self, state):
+        update = super()._upload_blocks(state)
+        return update._replace(blocks=()) if self.mutation == "forget_table_updates" else update
+
+
+def hashes_without_parent(parent, blocks):
+    return [chain_hashes(parent, [block])[0] for block in blocks]
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        "",
+        "ignore_salt",
+        "share_any_block",
+        "free_twice",
+        "forget_table_updates",
+        "hash_without_parent",
+        "forget_copies",
+        "copy_too_little",
+        "copy_in_same_plan",
+        "fork_too_early",
+        "fork_writes_to_shared_block",
+        "fork_shares_last_token",
+    ],
+)
+def test_oracle_catches_mutants(mutation, monkeypatch):
+    limits = ExecutorLimits(40, 4, 4, 30, 3, 40, 8)
+    driver = Driver(limits, SchedulerConfig(seed=3), 2)
+    driver.scheduler = BrokenScheduler(limits, SchedulerConfig(seed=3))
+    driver.scheduler.mutation = mutation
+    if mutation == "hash_without_parent":
+        monkeypatch.setattr("jaxkv.control.request_state.chain_hashes", hashes_without_parent)
+    if mutation == "copy_in_same_plan":
+        publish = PrefixSharing.publish
+        monkeypatch.setattr(PrefixSharing, "publish", lambda self, *args, planned: publish(self, *args, planned=False))
+
+    def run(with_forks):
+        rng = random.Random(1)
+        for index in range(40):
+            prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
+            parent = driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
+            if with_forks and index % 4 == 0:
+                driver.fork(parent, SamplingParams(max_tokens=12))
+            if index % 3 == 0:
+                driver.submit()
+                driver.read()
+        driver.drain()
+
+    if mutation:
+        with pytest.raises((AssertionError, KeyError)):
+            run(with_forks=False)
+            run(with_forks=True)
+    else:
+        run(with_forks=False)
+        run(with_forks=True)
