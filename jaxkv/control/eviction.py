@@ -3,7 +3,6 @@
 import abc
 import collections
 import heapq
-from collections.abc import Callable
 from typing import Protocol
 
 from jaxkv.control.prefix_index import BlockHash
