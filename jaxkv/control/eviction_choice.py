@@ -1,10 +1,9 @@
 """Eviction policies by name."""
 
-from jaxkv.control.aged_lfu import AgedLFU
 from jaxkv.control.eviction import FIFO, LFU, LRU, EvictionPolicy
 from jaxkv.control.return_rate import ReturnRate
 
-EVICTION_POLICIES = ("lru", "lfu", "fifo", "fifo_leaves", "aged_lfu", "return_rate")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "fifo_leaves", "return_rate")
 
 
 def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
@@ -17,8 +16,6 @@ def make_eviction_policy(name: str, num_blocks: int) -> EvictionPolicy:
         return FIFO()
     if name == "fifo_leaves":
         return FIFO(leaves_only=True)
-    if name == "aged_lfu":
-        return AgedLFU(num_blocks)
     if name == "return_rate":
         return ReturnRate(num_blocks)
     raise ValueError(f"Expected one of {', '.join(EVICTION_POLICIES)}, got {name!r}")

@@ -43,8 +43,8 @@ class EngineConfig:
     """Token budget of a step: 512 on CPU, 8192 on GPU unless set."""
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt prefixes."""
-    eviction_policy: Literal["lru", "lfu", "fifo", "fifo_leaves", "aged_lfu", "return_rate"] = "lru"
-    """Which cached block is overwritten first; see control/eviction.py, aged_lfu.py, return_rate.py for how each decides."""
+    eviction_policy: Literal["lru", "lfu", "fifo", "fifo_leaves", "return_rate"] = "lru"
+    """Which cached block is overwritten first; see control/eviction.py, return_rate.py for how each decides."""
     eviction_lookahead: int = 64
     """So many requests at the head of the queue keep the cached blocks that they will ask for; 0 turns it off."""
     share_partial_blocks: bool = True

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from jaxkv.control.aged_lfu import AgedLFU
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.eviction import FIFO, LFU, LRU
 from jaxkv.control.eviction_choice import EVICTION_POLICIES, make_eviction_policy
@@ -79,32 +78,6 @@ def test_lfu_counts_uses_breaks_ties_by_age_and_forgets():
     assert policy.evict() == 3
     fill(policy, [3])
     assert drain(policy) == [3, 1, 2]
-
-
-def test_aged_lfu_is_lru_until_a_bonus_proves_better():
-    policy = AgedLFU(1000)
-    fill(policy, [1, 2, 3])
-    fill(policy, [4, 5])
-    use(policy, 1, 2)
-    assert policy.bonus_factor == 0 and drain(policy) == [3, 5, 4, 2, 1]
-
-
-@pytest.mark.parametrize("loop, better", [(120, True), (60, False)])
-def test_aged_lfu_turns_to_frequency_where_recency_fails(loop, better):
-    """Blocks that come back after more than a pool's worth of others, beside a stream that never comes back."""
-    rng = random.Random(2)
-    chains = [[BlockHash(b"%d" % (i % loop))] if i % 2 else [BlockHash(b"s%d" % i)] for i in range(20_000)]
-    if not better:  # popularity that moves on: here counts are of no use
-        chains = [[BlockHash(b"%d" % (i // 4 + rng.randrange(60)))] for i in range(20_000)]
-    hits = {}
-    for name in ("lru", "aged_lfu"):
-        manager = BlockManager(101, 4, make_eviction_policy(name, 100))
-        hits[name] = sum(serve(manager, chain) for chain in chains)
-        manager.check([])
-    if better:
-        assert hits["lru"] == 0 and hits["aged_lfu"] > 1000
-    else:
-        assert hits["aged_lfu"] > 0.97 * hits["lru"]
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)

@@ -302,7 +302,7 @@ def test_forks_made_in_mid_stream_by_the_engine():
 
 
 def test_a_block_under_every_policy_can_be_shared_before_it_is_findable():
-    for policy in ("lru", "lfu", "fifo", "fifo_leaves", "aged_lfu"):
+    for policy in ("lru", "lfu", "fifo", "fifo_leaves", "return_rate"):
         scheduler = Scheduler(LIMITS, SchedulerConfig(enable_prefix_caching=False, eviction_policy=policy))
         add(scheduler, "a", 9)
         fork(scheduler, "a", "b")
