@@ -4,11 +4,8 @@ import random
 
 import pytest
 
-from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.eviction import FIFO, LFU, LRU
 from jaxkv.control.eviction_choice import EVICTION_POLICIES, make_eviction_policy
-from jaxkv.control.prefix_index import BlockHash
-from jaxkv.simulation.block_replay import serve
 
 
 def fill(policy, blocks, parent=b"root", release=True):
