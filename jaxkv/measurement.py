@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
 from jaxkv.core.errors import UserError
+from jaxkv.flags import normalized
 
 SCHEMA = "jaxkv.result/1"
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 0, 1, 2, 3
@@ -44,8 +45,9 @@ class Report:
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     ratios: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     files: list[str] = dataclasses.field(default_factory=list)
-    console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True))
+    console: Console = dataclasses.field(default_factory=lambda: _console())
     started: float = dataclasses.field(default_factory=time.monotonic)
+    load_at_start: float = dataclasses.field(default_factory=lambda: os.getloadavg()[0])
 
     def add(
         self, name: str, samples: Sequence[float], *, unit: str, metric: str, engine: str, **extra: Any
@@ -94,7 +96,7 @@ class Report:
             "ok": self.ok,
             "argv": sys.argv[1:],
             "versions": _versions(),
-            "device": _device(),
+            "device": _device() | {"load_at_start": self.load_at_start},
             "config": self.config,
             "results": self.results,
             "ratios": self.ratios,
@@ -113,6 +115,8 @@ class Report:
                 numbers = (f"{r[key]:,.4g}" for key in ("value", "min", "max"))
                 table.add_row(r["name"], r["engine"], *numbers, str(r["runs"]), r["unit"])
         self.console.print(table)
+        load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
+        self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
         if not self.ratios:
             return
         table = Table(title="ratios")
@@ -137,7 +141,9 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
             sys.stderr.write(f"{program}: unexpected argument {argv[1]!r}\n")
             return EXIT_USER_ERROR
         report = Report(program, config())
-        report.console.quiet = flags.FLAGS.json_only
+        if flags.FLAGS.json_only:
+            report.console.quiet = True
+            logging.set_verbosity(logging.WARNING)
         try:
             measure(report)
         except UserError as error:
@@ -156,12 +162,17 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
 
     def parse(argv: list[str]) -> list[str]:
         try:
-            return flags.FLAGS(argv)
-        except flags.Error as error:
+            return flags.FLAGS([argv[0], *normalized(argv[1:])])
+        except (flags.Error, UserError) as error:
             sys.stderr.write(f"{program}: {error}\n")
             sys.exit(EXIT_USER_ERROR)
 
     app.run(main, flags_parser=parse)
+
+
+def _console() -> Console:
+    """On stderr; wide enough for the tables where it is a file."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 
 def _versions() -> dict[str, str]:

@@ -1,154 +1,190 @@
 #!/usr/bin/env python
-"""Tokens a second of jaxkv beside other engines on the same weights, dtype and machine, in one run.
+"""Tokens a second of jaxkv beside other engines on the same weights and machine, in one run.
 
-    python scripts/bench_throughput.py                      # demo model, prompt 128, output 128, batches 1 and 8
-    python scripts/bench_throughput.py --batch_sizes=1,8,16 --dtypes=float32,bfloat16
+    python scripts/bench_throughput.py                      # the acceptance setting, with its targets
+    python scripts/bench_throughput.py --batch_sizes=8 --dtypes=float32 --runs=1
+    python scripts/bench_throughput.py --rivals=transformers,transformers_continuous,vllm --vllm_python=PATH
     python scripts/bench_throughput.py --rivals=            # jaxkv alone
 
-Greedy, end-of-sequence ignored. The engines take turns, run by run, so that a noisy machine hurts them alike.
+Greedy, end-of-sequence ignored. The engines take turns, run by run, so that a noisy machine hurts them alike. Each pair
+is compared in each dtype, and each engine's best dtype with the other's best. Targets belong to the acceptance setting;
+with another setting, or --quick, the ratios are told and not judged. Every flag of the engine is taken, but --dtypes
+stands for --dtype.
 """
 
+import dataclasses
 import gc
-import time
-from collections.abc import Callable
+import statistics
+from typing import Any
 
 import numpy as np
 from absl import flags
+from benchlib.contenders import Contender, JaxkvContender, Timing, open_rival
 
 from jaxkv import measurement
 from jaxkv.core.errors import ConfigError
+from jaxkv.flags import define_engine_flags, engine_config
 
-_MODEL = flags.DEFINE_string("model", "demo", "As for serve.py.")
-_DTYPES = flags.DEFINE_list("dtypes", ["float32"], "Weights' dtypes to compare in.")
-_BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Concurrent requests.")
+_RIVAL_NAMES = ("transformers", "transformers_continuous", "vllm")
+
+_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Weights' dtypes to compare in.")
+_BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8", "16"], "Concurrent requests.")
 _PROMPT = flags.DEFINE_integer("prompt_len", 128, "Prompt tokens a request.", lower_bound=1)
 _OUTPUT = flags.DEFINE_integer("output_len", 128, "New tokens a request.", lower_bound=1)
 _PREFILL = flags.DEFINE_integer("prefill_len", 512, "Prompt of the prefill measurement; 0 leaves it out.", lower_bound=0)
 _RUNS = flags.DEFINE_integer("runs", 3, "Counted runs of each; one more warms up.", lower_bound=1)
-_RIVALS = flags.DEFINE_list("rivals", ["transformers"], "Engines to compare with: transformers (its generate).")
+_RIVALS = flags.DEFINE_list("rivals", ["transformers"], f"Engines to compare with: {', '.join(_RIVAL_NAMES)}.")
+_VLLM_PYTHON = flags.DEFINE_string("vllm_python", "", "Interpreter that has vLLM, if this one has not.")
+# The prompts share nothing, so the prefix cache could only cost.
+define_engine_flags(enable_prefix_caching=False)
 
-# Seconds that one batch of prompts takes to produce output_len tokens each.
-Engine = Callable[[list[list[int]], int], float]
+# What float32 must reach against transformers' generate at the acceptance setting, by batch size.
+_DECODE_TARGETS = {1: 1.3, 8: 1.6, 16: 1.6}
+_PREFILL_TARGET = 1.0
 
-
-def _config() -> dict:
-    names = ("model", "dtypes", "batch_sizes", "prompt_len", "output_len", "prefill_len", "runs", "rivals", "quick")
-    return {name: flags.FLAGS[name].value for name in names}
-
-
-def _jaxkv(dtype: str, batch: int) -> tuple[Engine, int]:
-    """An engine on jaxkv, and the vocabulary's size."""
-    from jaxkv import LLM, SamplingParams
-
-    longest = max(_PROMPT.value + _OUTPUT.value, _PREFILL.value + 1)
-    llm = LLM(
-        model=_MODEL.value, dtype=dtype, max_num_seqs=batch, max_model_len=longest, enable_prefix_caching=False
-    )
-
-    def generate(prompts: list[list[int]], output_len: int) -> float:
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, sampling)
-        seconds = time.perf_counter() - begin
-        assert all(len(output.token_ids) == output_len for output in outputs)
-        return seconds
-
-    return generate, llm.started.model_config.vocab_size
+Key = tuple[str, str]
+"""A contender's name and dtype."""
 
 
-def _transformers(dtype: str) -> Engine:
-    try:
-        import torch
-    except ImportError:
-        raise ImportError("torch is not installed (pip install -e '.[oracle]')") from None
-    import transformers
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One row of the comparison; `target` is for float32 against transformers' generate."""
 
-    from jaxkv.loading.resolve import resolve_model
-    from jaxkv.loading.weights import open_tensors
+    name: str
+    batch: int
+    prompt_len: int
+    output_len: int
+    is_prefill: bool
+    target: float | None
 
-    source = resolve_model(_MODEL.value)
-    folder, gguf_file = (source.path.parent, source.path.name) if source.kind == "gguf" else (source.path, None)
-    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    tensors = open_tensors(source)
-    weights = {name: torch.from_numpy(tensors.read(name, np.dtype("float32"))) for name in tensors.names()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.tie_weights()
-    model.eval()
+    def rate(self, timing: Timing) -> float:
+        return (1 if self.is_prefill else self.batch * self.output_len) / timing.seconds
 
-    def generate(prompts: list[list[int]], output_len: int) -> float:
-        ids = torch.tensor(prompts)
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=output_len,
-                min_new_tokens=output_len,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        seconds = time.perf_counter() - begin
-        assert out.shape[1] == ids.shape[1] + output_len
-        return seconds
-
-    return generate
+    @property
+    def unit(self) -> str:
+        return "prompts/s" if self.is_prefill else "tokens/s"
 
 
-def _measure(report: measurement.Report) -> None:
+def _config() -> dict[str, Any]:
+    names = ("dtypes", "batch_sizes", "prompt_len", "output_len", "prefill_len", "runs", "rivals", "quick")
+    return dataclasses.asdict(engine_config()) | {name: flags.FLAGS[name].value for name in names}
+
+
+def _work() -> list[Work]:
     try:
         batches = [int(batch) for batch in _BATCHES.value]
     except ValueError:
-        raise ConfigError(f"batch_sizes is {','.join(_BATCHES.value)!r}; it must be whole numbers, e.g. 1,8") from None
-    if unknown := set(_RIVALS.value) - {"transformers", ""}:
-        raise ConfigError(f"rivals has {', '.join(sorted(unknown))}; there is: transformers")
-    for dtype in _DTYPES.value:
-        _measure_dtype(report, dtype, batches)
-
-
-def _measure_dtype(report: measurement.Report, dtype: str, batches: list[int]) -> None:
-    rng = np.random.default_rng(0)
-    engines: dict[str, Engine] = {}
-    report.console.print(f"loading jaxkv ({dtype}) ...")
-    engines["jaxkv"], vocab_size = _jaxkv(dtype, max(batches))
-    missing = {}
-    if "transformers" in _RIVALS.value:
-        report.console.print(f"loading transformers ({dtype}) ...")
-        try:
-            engines["transformers"] = _transformers(dtype)
-        except ImportError as error:
-            missing["transformers"] = str(error)
-
-    runs = 1 if flags.FLAGS.quick else _RUNS.value
-    output_len = min(_OUTPUT.value, 16) if flags.FLAGS.quick else _OUTPUT.value
-    work = [(f"decode batch {batch}", batch, _PROMPT.value, output_len) for batch in batches]
+        batches = []
+    if not batches or min(batches) < 1:
+        raise ConfigError(f"batch_sizes is {','.join(_BATCHES.value)!r}; it must be whole numbers from 1, e.g. 1,8")
+    quick = flags.FLAGS.quick
+    judged = engine_config().model == "demo" and not quick
+    decode_judged = judged and (_PROMPT.value, _OUTPUT.value) == (128, 128)
+    output_len = min(_OUTPUT.value, 16) if quick else _OUTPUT.value
+    work = [
+        Work(
+            f"decode batch {batch}",
+            batch,
+            _PROMPT.value,
+            output_len,
+            is_prefill=False,
+            target=_DECODE_TARGETS.get(batch) if decode_judged else None,
+        )
+        for batch in batches
+    ]
     if _PREFILL.value:
-        work.append((f"prefill {_PREFILL.value}", 1, _PREFILL.value, 1))
-    for name, batch, prompt_len, new_tokens in work:
-        seconds: dict[str, list[float]] = {engine: [] for engine in engines}
-        for run in range(runs + 1):
-            prompts = rng.integers(3, vocab_size, (batch, prompt_len)).tolist()
-            for engine, generate in engines.items():
-                taken = generate(prompts, new_tokens)
-                if run > 0:  # the first warms up
-                    seconds[engine].append(taken)
-                report.console.print(f"{name} {dtype} {engine}: {taken:.2f} s", highlight=False)
-        results = {}
-        for engine, taken in seconds.items():
-            is_prefill = name.startswith("prefill")
-            rates = [1 / t for t in taken] if is_prefill else [batch * new_tokens / t for t in taken]
-            unit = "prompts/s" if is_prefill else "tokens/s"
-            results[engine] = report.add(
-                f"{name} {dtype} {engine}", rates, unit=unit, metric="throughput", engine=engine, dtype=dtype, batch=batch
-            )
-        for engine, reason in missing.items():
-            report.skip(f"{name} {dtype} {engine}", reason, engine=engine, dtype=dtype, batch=batch)
-        for engine in engines:
-            if engine != "jaxkv":
-                report.ratio(f"{name} {dtype}: jaxkv / {engine}", results["jaxkv"], results[engine], target=None)
-    engines.clear()
-    gc.collect()
+        target = _PREFILL_TARGET if judged and _PREFILL.value == 512 else None
+        work.append(Work(f"prefill {_PREFILL.value}", 1, _PREFILL.value, 1, is_prefill=True, target=target))
+    return work
+
+
+def _measure(report: measurement.Report) -> None:
+    if unknown := set(_RIVALS.value) - {*_RIVAL_NAMES, ""}:
+        raise ConfigError(f"rivals has {', '.join(sorted(unknown))}; there are {', '.join(_RIVAL_NAMES)}")
+    work = _work()
+    contenders: dict[Key, Contender] = {}
+    try:
+        absent, vocab_size = _open_all(report, contenders, work)
+        rng = np.random.default_rng(0)
+        for one in work:
+            timings = _take_turns(report, one, contenders, rng, vocab_size)
+            _tell(report, one, timings, absent)
+    finally:
+        for contender in contenders.values():
+            contender.close()
+
+
+def _open_all(
+    report: measurement.Report, contenders: dict[Key, Contender], work: list[Work]
+) -> tuple[dict[Key, str], int]:
+    """Fills `contenders`; returns who is absent with the reason, and the vocabulary's size."""
+    config = engine_config()
+    limits = {
+        "max_num_seqs": config.max_num_seqs or max(one.batch for one in work),
+        "max_model_len": config.max_model_len or max(one.prompt_len + one.output_len for one in work),
+    }
+    absent: dict[Key, str] = {}
+    for dtype in _DTYPES.value:
+        report.console.print(f"loading jaxkv ({dtype}) ...")
+        jaxkv = JaxkvContender(dataclasses.replace(config, dtype=dtype, **limits))
+        contenders["jaxkv", dtype] = jaxkv
+        for name in filter(None, _RIVALS.value):
+            report.console.print(f"loading {name} ({dtype}) ...")
+            try:
+                rival = open_rival(name, config.model, dtype, vllm_python=_VLLM_PYTHON.value, **limits)
+            except measurement.AbsentError as error:
+                absent[name, dtype] = str(error)
+            else:
+                contenders[name, dtype] = rival
+    return absent, jaxkv.vocab_size
+
+
+def _take_turns(
+    report: measurement.Report, work: Work, contenders: dict[Key, Contender], rng: np.random.Generator, vocab_size: int
+) -> dict[Key, list[Timing]]:
+    timings: dict[Key, list[Timing]] = {key: [] for key in contenders}
+    for run in range((1 if flags.FLAGS.quick else _RUNS.value) + 1):
+        prompts = rng.integers(3, vocab_size, (work.batch, work.prompt_len)).tolist()
+        for (name, dtype), contender in contenders.items():
+            gc.collect()  # one's garbage is not collected in another's turn
+            timing = contender.generate(prompts, work.output_len)
+            if run > 0:  # the first warms up
+                timings[name, dtype].append(timing)
+            report.console.print(f"{work.name} {dtype} {name}: {timing.seconds:.2f} s", highlight=False)
+    return timings
+
+
+def _tell(
+    report: measurement.Report, work: Work, timings: dict[Key, list[Timing]], absent: dict[Key, str]
+) -> None:
+    """Results of one row, then its ratios: in each dtype, and best dtype against best dtype."""
+    results: dict[Key, dict[str, Any]] = {}
+    for (name, dtype), taken in timings.items():
+        results[name, dtype] = report.add(
+            f"{work.name} {dtype} {name}",
+            [work.rate(timing) for timing in taken],
+            unit=work.unit,
+            metric="throughput",
+            engine=name,
+            dtype=dtype,
+            batch=work.batch,
+            cpu_seconds=statistics.median(timing.cpu_seconds for timing in taken),
+        )
+    for (name, dtype), reason in absent.items():
+        report.skip(f"{work.name} {dtype} {name}", reason, engine=name, dtype=dtype, batch=work.batch)
+    for (name, dtype), result in results.items():
+        if name != "jaxkv":
+            target = work.target if (name, dtype) == ("transformers", "float32") else None
+            report.ratio(f"{work.name} {dtype}: jaxkv / {name}", results["jaxkv", dtype], result, target=target)
+    best: dict[str, dict[str, Any]] = {}
+    for (name, _), result in results.items():
+        if name not in best or result["value"] > best[name]["value"]:
+            best[name] = result
+    if len(_DTYPES.value) > 1:
+        for name, result in best.items():
+            if name != "jaxkv":
+                pair = f"jaxkv ({best['jaxkv']['dtype']}) / {name} ({result['dtype']})"
+                report.ratio(f"{work.name} best dtypes: {pair}", best["jaxkv"], result, target=None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Runs the programs in a process of their own, with start_engine replaced by one over a scripted engine."""
+"""Runs the programs in a process of their own: with start_engine replaced by one over a scripted engine, or, for those
+that measure, with the real one on a tiny random model."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from benchlib.random_model import write_random_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUB = f"""
@@ -61,3 +64,35 @@ def program():
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+# The same shapes for every program, so that the compilation cache serves all but the first; few and small.
+TINY_ENGINE = (
+    "--max_num_seqs=4",
+    "--max_num_batched_tokens=64",
+    "--max_model_len=512",
+    "--num_gpu_blocks_override=256",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A folder with a random model, and beside it a compilation cache."""
+    return write_random_model(tmp_path_factory.mktemp("bench") / "tiny")
+
+
+@pytest.fixture
+def bench(tiny_model):
+    """bench("bench_x.py", *flags) -> (exit code, its JSON document or None, stderr), quick and on the tiny model."""
+
+    def run(name, *arguments):
+        command = [sys.executable, str(ROOT / "scripts" / name), f"--model={tiny_model}", "--quick", *TINY_ENGINE]
+        cache = f"--compilation_cache_dir={tiny_model.parent / 'xla'}"
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, cache, *arguments], capture_output=True, text=True, timeout=300, env=environment
+        )
+        document = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+        return done.returncode, document, done.stderr
+
+    return run
