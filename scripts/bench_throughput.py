@@ -31,10 +31,11 @@ _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Weights' dtypes 
 _BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8", "16"], "Concurrent requests.")
 _PROMPT = flags.DEFINE_integer("prompt_len", 128, "Prompt tokens a request.", lower_bound=1)
 _OUTPUT = flags.DEFINE_integer("output_len", 128, "New tokens a request.", lower_bound=1)
-_PREFILL = flags.DEFINE_integer("prefill_len", 512, "Prompt of the prefill measurement; 0 leaves it out.", lower_bound=0)
+_PREFILL = flags.DEFINE_integer("prefill_len", 512, "Prompt of the prefill measurement; 0: none.", lower_bound=0)
 _RUNS = flags.DEFINE_integer("runs", 3, "Counted runs of each; one more warms up.", lower_bound=1)
 _RIVALS = flags.DEFINE_list("rivals", ["transformers"], f"Engines to compare with: {', '.join(_RIVAL_NAMES)}.")
 _VLLM_PYTHON = flags.DEFINE_string("vllm_python", "", "Interpreter that has vLLM, if this one has not.")
+_VLLM_EAGER = flags.DEFINE_bool("vllm_eager", False, "Leave out vLLM's compilation, which takes minutes.")
 # The prompts share nothing, so the prefix cache could only cost.
 define_engine_flags(enable_prefix_caching=False)
 
@@ -66,8 +67,9 @@ class Work:
 
 
 def _config() -> dict[str, Any]:
-    names = ("dtypes", "batch_sizes", "prompt_len", "output_len", "prefill_len", "runs", "rivals", "quick")
-    return dataclasses.asdict(engine_config()) | {name: flags.FLAGS[name].value for name in names}
+    own = (_DTYPES, _BATCHES, _PROMPT, _OUTPUT, _PREFILL, _RUNS, _RIVALS, _VLLM_EAGER)
+    settings = {flag.name: flag.value for flag in own} | {"quick": flags.FLAGS.quick}
+    return dataclasses.asdict(engine_config()) | settings
 
 
 def _work() -> list[Work]:
@@ -123,6 +125,7 @@ def _open_all(
         "max_num_seqs": config.max_num_seqs or max(one.batch for one in work),
         "max_model_len": config.max_model_len or max(one.prompt_len + one.output_len for one in work),
     }
+    vllm = {"python": _VLLM_PYTHON.value, "eager": _VLLM_EAGER.value}
     absent: dict[Key, str] = {}
     for dtype in _DTYPES.value:
         report.console.print(f"loading jaxkv ({dtype}) ...")
@@ -131,7 +134,7 @@ def _open_all(
         for name in filter(None, _RIVALS.value):
             report.console.print(f"loading {name} ({dtype}) ...")
             try:
-                rival = open_rival(name, config.model, dtype, vllm_python=_VLLM_PYTHON.value, **limits)
+                rival = open_rival(name, config.model, dtype, vllm=vllm, **limits)
             except measurement.AbsentError as error:
                 absent[name, dtype] = str(error)
             else:
@@ -154,9 +157,7 @@ def _take_turns(
     return timings
 
 
-def _tell(
-    report: measurement.Report, work: Work, timings: dict[Key, list[Timing]], absent: dict[Key, str]
-) -> None:
+def _tell(report: measurement.Report, work: Work, timings: dict[Key, list[Timing]], absent: dict[Key, str]) -> None:
     """Results of one row, then its ratios: in each dtype, and best dtype against best dtype."""
     results: dict[Key, dict[str, Any]] = {}
     for (name, dtype), taken in timings.items():

@@ -1,1 +1,1 @@
-"""What the benchmark programs share: the engines that they compare, ways to drive jaxkv's, and fits of what they measure."""
+"""What the benchmark programs share: engines to compare, ways to drive jaxkv's, fits of what they measure."""

@@ -69,8 +69,13 @@ def check_lengths(lengths: list[int], num_prompts: int, output_len: int) -> None
         raise RuntimeError(f"expected {num_prompts} outputs of {output_len} tokens, got lengths {lengths}")
 
 
-def open_rival(name: str, model: str, dtype: str, *, max_num_seqs: int, max_model_len: int, vllm_python: str) -> Contender:
+def open_rival(
+    name: str, model: str, dtype: str, *, max_num_seqs: int, max_model_len: int, vllm: dict[str, Any]
+) -> Contender:
     """A rival by name: transformers, transformers_continuous or vllm.
+
+    Args:
+      vllm: `python` and `eager` of VllmContender.
 
     Raises:
       AbsentError: it is not installed, with the reason.
@@ -80,7 +85,7 @@ def open_rival(name: str, model: str, dtype: str, *, max_num_seqs: int, max_mode
         if name == "vllm":  # needs torch too: its checkpoint is written with transformers' configuration
             from benchlib.vllm_contender import VllmContender
 
-            return VllmContender(model, dtype, python=vllm_python, **limits)
+            return VllmContender(model, dtype, **vllm, **limits)
         from benchlib.torch_contenders import ContinuousBatching, Generate
     except ImportError as error:
         raise AbsentError(f"{error.name} is not installed (pip install -e '.[oracle]')") from None

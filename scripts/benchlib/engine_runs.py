@@ -4,18 +4,20 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxkv.control.engine import Engine
 from jaxkv.control.executor import Executor
 from jaxkv.core.request import Request, SamplingParams
-from jaxkv.startup import StartedEngine
+
+if TYPE_CHECKING:
+    from jaxkv.startup import StartedEngine  # brings jax
 
 
 def fresh_engine(
-    started: StartedEngine, *, executor: Executor | None = None, max_in_flight: int = 2, **settings: Any
+    started: "StartedEngine", *, executor: Executor | None = None, max_in_flight: int = 2, **settings: Any
 ) -> Engine:
     """A new engine with an empty cache on the executables and memory of a started one.
 

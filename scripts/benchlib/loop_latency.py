@@ -3,15 +3,18 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from benchlib.engine_runs import fresh_engine, greedy_request, random_prompt, run_requests
 from rich.table import Table
 
+from benchlib.engine_runs import fresh_engine, greedy_request, random_prompt, run_requests
 from jaxkv.core.metrics import percentile
 from jaxkv.core.request import Request
 from jaxkv.measurement import Report
-from jaxkv.startup import StartedEngine
+
+if TYPE_CHECKING:
+    from jaxkv.startup import StartedEngine  # brings jax
 
 Samples = dict[tuple[int, str, str], list[float]]
 """By decode_steps, case and metric."""
@@ -42,9 +45,9 @@ def setting_name(decode_steps: int) -> str:
     return f"C={decode_steps}" if decode_steps else "C adaptive"
 
 
-def measure_latency(report: Report, started: StartedEngine, load: Load) -> None:
-    """For one client, for `load.rows` clients, and for those with newcomers: tokens a second, time between two deliveries
-    to a client (ITL; a delivery has up to C tokens), and the newcomers' time to the first token."""
+def measure_latency(report: Report, started: "StartedEngine", load: Load) -> None:
+    """For one client, for `load.rows` clients, and for those with newcomers: tokens a second, time between two
+    deliveries to a client (ITL; a delivery has up to C tokens), and the newcomers' time to the first token."""
     rng = np.random.default_rng(0)
     samples: Samples = {}
 
@@ -98,7 +101,7 @@ def _table(load: Load, samples: Samples) -> Table:
 
 
 def _requests(
-    rng: np.random.Generator, started: StartedEngine, rows: int, output_len: int, arrivals: Sequence[float] = ()
+    rng: np.random.Generator, started: "StartedEngine", rows: int, output_len: int, arrivals: Sequence[float] = ()
 ) -> list[Request]:
     vocab_size = started.model_config.vocab_size
     running = [greedy_request(f"row{i}", random_prompt(rng, PROMPT_LEN, vocab_size), output_len) for i in range(rows)]

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchlib.cost_fit import Fit, fit_linear
 from benchlib.step_probe import StepProbe
-
 from jaxkv.control.executor import Executor
 from jaxkv.core.errors import ConfigError
 from jaxkv.measurement import Report

@@ -52,7 +52,9 @@ class StepProbe:
         admission = Admission(_SAMPLING, max_new_tokens=seq_len, min_new_tokens=0, stop_ids=())
         per_row = -(-seq_len // limits.block_size)
         firsts = [1 + row * per_row for row in range(rows)]  # block 0 is the null block
-        updates = [RowUpdate(row, 0, tuple(range(first, first + per_row)), admission) for row, first in enumerate(firsts)]
+        updates = [
+            RowUpdate(row, 0, tuple(range(first, first + per_row)), admission) for row, first in enumerate(firsts)
+        ]
         self._run(updates=tuple(updates))
 
     def _run(self, **plan) -> float:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import time
+from typing import TYPE_CHECKING
 
 from jaxkv.control.executor import Executor, ExecutorLimits
 from jaxkv.core.plan import StepPlan, StepResult
-from jaxkv.execution.jax_executor import JaxStepHandle
+
+if TYPE_CHECKING:
+    from jaxkv.execution.jax_executor import JaxStepHandle  # brings jax
 
 
 @dataclasses.dataclass
@@ -36,7 +39,7 @@ class Call:
 
     @property
     def host_cpu_seconds(self) -> float | None:
-        """CPU time of the same: less than `host_seconds` where the system gave the core to others, XLA's threads too."""
+        """CPU time of the same: less than `host_seconds` where others had the core, XLA's threads too."""
         return None if self.read_before_cpu is None else self.submitted_cpu - self.read_before_cpu
 
 
@@ -70,7 +73,7 @@ class TimedExecutor:
     def steady_calls(self) -> list[tuple[Call, float]]:
         """Decode-only calls between two like them, each with the seconds from the read before it to its own read."""
         steady = []
-        for before, call, after in zip(self.calls, self.calls[1:], self.calls[2:]):
+        for before, call, after in zip(self.calls, self.calls[1:], self.calls[2:], strict=False):
             shapes = {(c.num_steps, c.decode_rows, c.prefill_tokens) for c in (before, call, after)}
             if len(shapes) == 1 and call.num_steps and call.host_seconds is not None:
                 steady.append((call, call.read - before.read))
@@ -78,7 +81,7 @@ class TimedExecutor:
 
 
 class TimedHandle:
-    def __init__(self, executor: TimedExecutor, handle: JaxStepHandle, call: Call):
+    def __init__(self, executor: TimedExecutor, handle: "JaxStepHandle", call: Call):
         self._executor, self._handle, self._call = executor, handle, call
 
     def result(self) -> StepResult:
@@ -87,5 +90,5 @@ class TimedHandle:
         return result
 
 
-def _has_ended(handle: JaxStepHandle) -> bool:
+def _has_ended(handle: "JaxStepHandle") -> bool:
     return all(output.packed.is_ready() for output, _ in handle.parts)

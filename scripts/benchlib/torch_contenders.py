@@ -20,7 +20,8 @@ def hugging_face_config(source: ModelSource) -> transformers.PretrainedConfig:
 def _torch_model(model: str, dtype: str) -> transformers.PreTrainedModel:
     """One for each contender: continuous batching changes the attention of the model that it is given."""
     source = resolve_model(model)
-    torch_model = transformers.AutoModelForCausalLM.from_config(hugging_face_config(source), dtype=getattr(torch, dtype))
+    config = hugging_face_config(source)
+    torch_model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     tensors = open_tensors(source)
     weights = {name: torch.from_numpy(tensors.read(name, np.dtype("float32"))) for name in tensors.names()}
     missing, unexpected = torch_model.load_state_dict(weights, strict=False)

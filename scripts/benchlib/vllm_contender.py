@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, possibly of another interpreter: it pins versions that jaxkv's environment cannot have."""
+"""vLLM in a process of its own, possibly of another interpreter: it pins versions that are not jaxkv's."""
 
 import collections
 import importlib.util
@@ -23,10 +23,10 @@ _WORKER = Path(__file__).parent / "vllm_worker.py"
 
 
 class VllmContender:
-    """Speaks JSON lines with vllm_worker.py. Its CPU build, its own threads, eager or compiled as it chooses itself."""
+    """Speaks JSON lines with vllm_worker.py: vLLM's CPU build on all cores, its prefix cache off."""
 
-    def __init__(self, model: str, dtype: str, *, python: str, max_num_seqs: int, max_model_len: int):
-        """`python`: interpreter that has vLLM; empty takes this one's."""
+    def __init__(self, model: str, dtype: str, *, python: str, eager: bool, max_num_seqs: int, max_model_len: int):
+        """`python`: interpreter that has vLLM; empty takes this one's. `eager`: leave out its compilation."""
         if not python and importlib.util.find_spec("vllm") is None:
             raise AbsentError("vllm is not installed here; --vllm_python names an interpreter that has it")
         if python and not Path(python).is_file():
@@ -38,6 +38,7 @@ class VllmContender:
         settings = {
             "model": str(folder),
             "dtype": dtype,
+            "enforce_eager": eager,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max(2048, max_model_len),

@@ -59,7 +59,8 @@ def test_probe_decodes_rows_that_stand_at_the_context():
     assert [plan.step_id for plan in executor.plans] == list(range(len(executor.plans)))
     # 60 in cache, one that is computed, five calls of two steps: 71 tokens in five blocks of its own each.
     tables = [update.blocks for update in admit.updates]
-    assert [len(table) for table in tables] == [5, 5, 5] and len({block for table in tables for block in table} - {0}) == 15
+    assert [len(table) for table in tables] == [5, 5, 5]
+    assert len({block for table in tables for block in table} - {0}) == 15
     prefills = [chunk for plan in rest for chunk in plan.prefill]
     assert [(chunk.row, chunk.start, chunk.is_last) for chunk in prefills] == [(row, 60, True) for row in range(3)]
     assert max(len(plan.prefill) for plan in rest) <= LIMITS.max_prefill_seqs

@@ -16,7 +16,8 @@ def test_document(bench):
     assert (code, err) == (0, "")
     results = {result["name"]: result for result in document["results"]}
     for scenario, shared in (("chats", 125), ("documents", 256)):
-        times = {(mode, metric): results[f"{scenario} {mode} {metric}"]["value"] for mode in MODES for metric in METRICS}
+        names = {(mode, metric): f"{scenario} {mode} {metric}" for mode in MODES for metric in METRICS}
+        times = {key: results[name]["value"] for key, name in names.items()}
         assert all(seconds > 0 for seconds in times.values())
         for mode in MODES:
             assert times[mode, "ttft_p50"] <= times[mode, "ttft_p95"] <= times[mode, "total"]
