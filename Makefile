@@ -11,7 +11,7 @@ TESTS ?=
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: serve test test-slow oracle clean
+.PHONY: serve test test-slow oracle bench clean
 
 serve: $(INSTALLED)
 	$(PY) scripts/serve.py --model=demo $(ARGS)
@@ -27,6 +27,14 @@ test-slow: $(INSTALLED)
 oracle: $(INSTALLED)
 	$(PY) -m pip install --quiet -e '.[oracle]'
 	$(PY) -m pytest -m "not slow" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+
+# The benchmarks at the settings that have targets, on an idle machine: some 25 minutes. With -k one goes on after a
+# target that was missed. One alone, with its flags: make bench-throughput ARGS='--quick --batch_sizes=1'
+bench: bench-throughput bench-prefix_sharing bench-decode_loop
+
+bench-%: $(INSTALLED)
+	$(PY) -m pip install --quiet -e '.[oracle,plot]'
+	$(PY) scripts/bench_$*.py $(ARGS)
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"jaxkv needs Python 3.11 or newer, this is {v[0]}.{v[1]}: try make PYTHON=python3.12")'

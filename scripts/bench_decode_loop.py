@@ -58,6 +58,8 @@ def _config() -> dict[str, Any]:
 def _measure(report: measurement.Report) -> None:
     if unknown := set(_SECTIONS.value) - set(ALL):
         raise ConfigError(f"sections has {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+    if engine_config().enforce_eager:
+        raise ConfigError("enforce_eager runs one step a call, so there is no loop to measure: leave it out")
     quick, runs = flags.FLAGS.quick, 1 if flags.FLAGS.quick else _RUNS.value
     if set(_SECTIONS.value) - {"loop"}:
         grid = dataclasses.replace(Grid(), rounds=runs)
@@ -103,7 +105,6 @@ def _measure_host(report: measurement.Report, started: "StartedEngine", runs: in
     output_len = 64 if flags.FLAGS.quick else 96  # at 8 steps a call, enough calls that are alike
     rows = min(8, started.config.max_num_seqs)
     settings = [(steps, in_flight) for steps in (1, 8) for in_flight in (1, 2)]
-    host: dict[tuple[int, int], dict[str, list[float]]] = {}
     samples = {setting: {key: [] for key in ("call", "host", "host_cpu", "idle", "rate")} for setting in settings}
     for _ in range(runs):
         for steps, in_flight in settings:

@@ -44,5 +44,10 @@ def test_all_sections(bench, tmp_path):
 
 
 def test_users_errors(bench):
-    code, document, err = bench("bench_decode_loop.py", "--sections=hots")
-    assert (code, document) == (2, None) and "sections has hots; there are host, loop, latency, costs" in err
+    cases = (
+        ("--sections=hots", "sections has hots; there are host, loop, latency, costs"),
+        ("--enforce_eager", "enforce_eager runs one step a call"),
+    )
+    for argument, text in cases:
+        code, document, err = bench("bench_decode_loop.py", argument)
+        assert (code, document) == (2, None) and text in err
