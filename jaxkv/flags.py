@@ -152,7 +152,8 @@ def help_text(usage: str, groups: Mapping[str, Sequence[str]], values: flags.Fla
         for name in names:
             flag = values[name]
             syntax = f"--[no-]{name}" if flag.boolean else f"--{name}={_placeholder(flag)}"
-            default = "" if flag.default is None else f" (default: {flag.default})"
+            value = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
+            default = "" if value in (None, "") else f" (default: {value})"
             lines.append(f"  {syntax}")
             lines.append(textwrap.fill(f"{flag.help}{default}", 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxkv.core.errors import UserError
-from jaxkv.flags import normalized
+from jaxkv.flags import GROUPS, help_text, normalized
 
 SCHEMA = "jaxkv.result/1"
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_USER_ERROR, EXIT_ABSENT = 0, 1, 2, 3
@@ -132,7 +132,7 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
     """Entry point of a measuring program: parses flags, measures, prints, exits.
 
     Args:
-      config: the settings in force, read from the flags once they are parsed.
+      config: the settings in force, read from the flags once they are parsed; may raise UserError.
       measure: fills the report; may raise UserError (exit 2) or AbsentError (exit 3).
     """
 
@@ -140,11 +140,11 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
         if len(argv) > 1:
             sys.stderr.write(f"{program}: unexpected argument {argv[1]!r}\n")
             return EXIT_USER_ERROR
-        report = Report(program, config())
         if flags.FLAGS.json_only:
-            report.console.quiet = True
             logging.set_verbosity(logging.WARNING)
         try:
+            report = Report(program, config())
+            report.console.quiet = flags.FLAGS.json_only
             measure(report)
         except UserError as error:
             sys.stderr.write(f"{program}: {error}\n")
@@ -161,6 +161,9 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
         return EXIT_DONE if report.ok else EXIT_CHECK_FAILED
 
     def parse(argv: list[str]) -> list[str]:
+        if any(argument in ("-h", "--help", "--helpfull") for argument in argv[1:]):
+            sys.stdout.write(_help() + "\n")
+            sys.exit(EXIT_DONE)
         try:
             return flags.FLAGS([argv[0], *normalized(argv[1:])])
         except (flags.Error, UserError) as error:
@@ -168,6 +171,15 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
             sys.exit(EXIT_USER_ERROR)
 
     app.run(main, flags_parser=parse)
+
+
+def _help() -> str:
+    """The program's own text and flags, those of every measuring program, and the engine's where it takes them."""
+    own = [flag.name for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])]
+    groups: dict[str, Sequence[str]] = {"measurement": own, "output": ("json_only", "json_out", "quick")}
+    if "max_num_seqs" in flags.FLAGS:
+        groups |= GROUPS
+    return help_text(sys.modules["__main__"].__doc__ or "", groups)
 
 
 def _console() -> Console:

@@ -50,6 +50,12 @@ def test_document_and_tables(tmp_path):
     assert "load average on" in done.stderr and "skipped: not installed" in done.stderr
 
 
+def test_help():
+    done = run("pass", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--[no-]quick" in done.stdout and "Print nothing but the JSON line." in done.stdout
+
+
 @pytest.mark.parametrize(
     ("body", "arguments", "code", "text"),
     [

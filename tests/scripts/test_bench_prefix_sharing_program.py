@@ -35,8 +35,13 @@ def test_document(bench):
 
 
 def test_users_errors(bench):
-    code, document, err = bench("bench_prefix_sharing.py", "--scenarios=chat")
-    assert (code, document) == (2, None) and "scenarios has chat; there are chats, documents" in err
+    cases = (
+        ("--scenarios=chat", "scenarios has chat; there are chats, documents"),
+        ("--dtype=int3", "--dtype=int3 is not supported"),
+    )
+    for argument, text in cases:
+        code, document, err = bench("bench_prefix_sharing.py", argument)
+        assert (code, document) == (2, None) and text in err and "Traceback" not in err
 
 
 def test_scenarios_must_fit_at_once():
