@@ -118,6 +118,8 @@ def _measure_host(report: measurement.Report, started: "StartedEngine", runs: in
             kept["host_cpu"] += [call.host_cpu_seconds for call, _ in calls]
             kept["idle"] += [float(call.device_was_idle) for call, _ in calls]
             kept["rate"].append(rows * output_len / run.seconds)
+            told = f"host, {setting_name(steps)}, {in_flight} in flight: {run.seconds:.1f} s"
+            report.console.print(told, highlight=False)
     rates = {}
     for (steps, in_flight), kept in samples.items():
         name = f"{setting_name(steps)}, {in_flight} in flight"

@@ -54,7 +54,7 @@ def measure_latency(report: Report, started: "StartedEngine", load: Load) -> Non
     def note(setting: int, case: str, metric: str, values: list[float]) -> None:
         samples.setdefault((setting, case, metric), []).extend(values)
 
-    for _ in range(load.runs):
+    for run in range(load.runs):
         for setting in load.settings:
             for case, rows in (("1 client", 1), (f"{load.rows} clients", load.rows)):
                 engine = fresh_engine(started, decode_steps=setting)
@@ -68,6 +68,8 @@ def measure_latency(report: Report, started: "StartedEngine", load: Load) -> Non
             ttfts = [m.ttft for m in engine.stats.requests if m.request_id.startswith("new")]
             note(setting, case, "itl", list(engine.stats.itl.latest))
             note(setting, case, "ttft", ttfts)
+            told = f"latency, run {run + 1}, {setting_name(setting)}: {load.rows} clients alone took {seconds:.1f} s"
+            report.console.print(told, highlight=False)
     for (setting, case, metric), values in samples.items():
         details = {"engine": "jaxkv", "decode_steps": setting, "case": case}
         name = f"{setting_name(setting)}, {case}, {metric}"

@@ -101,9 +101,11 @@ def _points(
 ) -> Measured:
     """Median seconds of each possible point; those that do not fit are told as skipped."""
     samples: dict[tuple[int, int], list[float]] = {point: [] for point in possible}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for point in possible:
             samples[point] += measure(*point)
+        told = f"{name.partition(',')[0]}: {len(possible)} points measured, round {turn + 1} of {rounds}"
+        report.console.print(told, highlight=False)
     for point in wanted:
         label = name.format(*point)
         if point in samples:
