@@ -68,8 +68,8 @@ def _measure(report: measurement.Report) -> None:
         if "host" in _SECTIONS.value:
             _measure_host(report, started, runs)
         if "latency" in _SECTIONS.value:
-            load = Load(rows=max(1, min(8, started.config.max_num_seqs - 1)), runs=runs)
-            measure_latency(report, started, load.quick() if quick else load)
+            load = Load().quick() if quick else Load(runs=runs)
+            measure_latency(report, started, load.fitting(started.config.max_num_seqs))
         if "costs" in _SECTIONS.value:
             measure_costs(report, started.engine.executor, grid, _PLOT_OUT.value)
         del started  # its memory

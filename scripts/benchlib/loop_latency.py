@@ -27,7 +27,6 @@ class Load:
     """Rows that decode all the time, and requests that join them at random moments.
 
     Attributes:
-      rows: below max_num_seqs, so that a newcomer waits for no row.
       settings: values of decode_steps; 0 is adaptive.
     """
 
@@ -38,7 +37,11 @@ class Load:
     settings: tuple[int, ...] = (1, 2, 4, 8, 0)
 
     def quick(self) -> "Load":
-        return Load(self.rows, output_len=16, newcomers=2, runs=1, settings=(1, 0))
+        return Load(output_len=16, newcomers=2, runs=1, settings=(1, 0))
+
+    def fitting(self, max_num_seqs: int) -> "Load":
+        """With so few rows that a newcomer waits for none, even if all are there at once."""
+        return dataclasses.replace(self, rows=max(1, min(self.rows, max_num_seqs - self.newcomers)))
 
 
 def setting_name(decode_steps: int) -> str:
@@ -97,9 +100,13 @@ def _table(load: Load, samples: Samples) -> Table:
             if metric == "throughput":
                 cells.append(f"{statistics.median(values):.1f}")
             else:
-                cells.append(f"{1e3 * percentile(values, 50):.1f} / {1e3 * percentile(values, 95):.1f}")
+                cells.append(f"{_ms(percentile(values, 50))} / {_ms(percentile(values, 95))}")
         table.add_row(setting_name(setting), *cells)
     return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
 
 
 def _requests(
