@@ -68,15 +68,22 @@ class VllmContender:
         line = self._process.stdout.readline()
         if line:
             return json.loads(line)
-        self.close()
+        code = self._process.wait()
         self._log.seek(0)
         tail = "".join(collections.deque(self._log, maxlen=5)).strip()
-        raise AbsentError(f"vLLM's process ended with {self._process.returncode}; it said last: {tail}")
+        self.close()
+        raise AbsentError(f"vLLM's process ended with {code}; it said last: {tail}")
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
+        self._log.close()
+        self._folder.cleanup()
 
 
 def _write_checkpoint(source: ModelSource, folder: Path) -> None:

@@ -90,7 +90,7 @@ def bench(tiny_model):
         cache = f"--compilation_cache_dir={tiny_model.parent / 'xla'}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*command, cache, *arguments], capture_output=True, text=True, timeout=300, env=environment
+            [*command, cache, *arguments], capture_output=True, text=True, timeout=550, env=environment
         )
         document = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
         return done.returncode, document, done.stderr
