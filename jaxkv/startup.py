@@ -102,17 +102,17 @@ def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> S
         model = loader.submit(
             timed, "load", load_weights, source, model_config, dtype=config.dtype, progress=progress
         )
-        if not config.enforce_eager:
-            timed("compile", programs.compile, progress)
+        warm_up = WarmUp(0, 0, 0.0) if config.enforce_eager else timed("compile", programs.finish)
         weights = tuple(jax.tree.leaves(nnx.state(model.result())))
     finally:  # an interrupt does not wait for what nobody wants any more
+        programs.stop()
         loader.shutdown(wait=False, cancel_futures=True)
-    _tell_warm_up(programs.warm_up, config)
+    _tell_warm_up(warm_up, config)
 
     clock = MonotonicClock()
     executor = JaxExecutor(programs, weights, clock, fail_on_recompile=config.fail_on_recompile)
     engine = Engine(executor, _scheduler_config(config, model_config, tokenizer, source), clock=clock)
-    return StartedEngine(engine, tokenizer, model_config, config, memory, programs.warm_up, source.name, seconds)
+    return StartedEngine(engine, tokenizer, model_config, config, memory, warm_up, source.name, seconds)
 
 
 def _check(config: EngineConfig) -> None:
@@ -214,7 +214,10 @@ def _tell_warm_up(warm_up: WarmUp, config: EngineConfig) -> None:
 def _plan(
     config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
 ) -> tuple[Programs, MemoryPlan]:
-    """Blocks, and the step functions for them, partly built. The arithmetic refuses what can't fit first; then the compiler tells the temporaries."""
+    """Blocks, and the step functions for them, being built in the background.
+
+    The arithmetic refuses what can't fit first; then the compiler tells the temporaries.
+    """
     available = available_memory()
     itemsize = jnp.dtype(config.dtype).itemsize
     # Less than there will be: a row's float32 logits, a token's widest activation. Enough to refuse what is hopeless.
@@ -245,11 +248,18 @@ def _plan(
 
     memory = plan(needs)
     programs = _programs(config, model, memory)
-    programs.build(programs.largest(), progress, "measure temporaries")
-    with_temporaries = plan(dataclasses.replace(needs, temporaries=programs.temporaries()))
+    only = programs.largest() if config.enforce_eager else None
+    programs.start(progress, only)
+    try:
+        with_temporaries = plan(dataclasses.replace(needs, temporaries=programs.temporaries()))
+    except BaseException:
+        programs.stop()
+        raise
     # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
     if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
+        programs.stop()
         programs = _programs(config, model, with_temporaries)
+        programs.start(progress, only)
     return programs, with_temporaries
 
 

@@ -7,6 +7,7 @@ are known before anything is allocated, and steady state cannot compile: a shape
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -150,14 +151,12 @@ class Programs:
             "prefill": (prefill, (1, 2)),
             "decode": (decode, (1, 2)),
         }
-        # Un-jitted until `compile` replaces them: that is what enforce_eager runs.
+        # Un-jitted until `finish` replaces them: that is what enforce_eager runs.
         self.apply_updates: Callable = apply_updates
         self.apply_adjustments: Callable = apply_adjustments
         self.copy_blocks: Callable = copy_blocks
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
-        self._executables: dict[Work, jax.stages.Compiled] = {}
-        self.warm_up = WarmUp(0, 0, 0.0)
 
     @functools.cached_property
     def abstract_cache(self) -> KVCache:
@@ -183,51 +182,61 @@ class Programs:
         function, donated = self._functions[kind]
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
-    def build(self, work: Sequence[Work], progress: Progress, stage: str) -> None:
-        """Compile the step functions of `work` that are not built yet."""
-        begin, done = time.monotonic(), self.warm_up
-        missing = [item for item in work if item not in self._executables]
-        num_built = len(work) - len(missing)
+    def start(self, progress: Progress, work: Sequence[Work] | None = None) -> None:
+        """Begin to compile `work`, all step functions unless told, in the background; the largest comes first."""
+        self._begin = time.monotonic()
+        work = self._all_work() if work is None else work
         # Tracing holds the GIL, XLA's compiler does not: a few threads overlap the two.
-        pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-        try:
-            for executable, item, from_cache in pool.map(self._compile, missing):
-                self._executables[item] = executable
-                num_built += 1
-                done = dataclasses.replace(
-                    done, executables=done.executables + 1, from_cache=done.from_cache + from_cache
-                )
-                progress.update(stage, num_built, len(work))
-        finally:  # an interrupt does not wait for compilations that nobody wants any more
-            pool.shutdown(wait=False, cancel_futures=True)
-        self.warm_up = dataclasses.replace(done, seconds=done.seconds + time.monotonic() - begin)
+        self._pool = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        num_done = itertools.count(1)
 
-    def _compile(self, item: Work) -> tuple[jax.stages.Compiled, Work, bool]:
-        lowered = self.lower(*item)
-        before = compile_watch.from_cache_here()
-        executable = lowered.compile()
-        return executable, item, compile_watch.from_cache_here() > before
+        def compile_one(item: Work) -> tuple[jax.stages.Compiled, bool]:
+            lowered = self.lower(*item)
+            before = compile_watch.from_cache_here()
+            executable = lowered.compile()
+            progress.update("compile", next(num_done), len(work))
+            return executable, compile_watch.from_cache_here() > before
+
+        self._building = {item: self._pool.submit(compile_one, item) for item in work}
+
+    def stop(self) -> None:
+        """Compile nothing more; does not wait for what is being compiled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def temporaries(self) -> int:
-        """Bytes of the biggest temporary of what is built, from the compiler's own memory analysis."""
-        analyses = [executable.memory_analysis() for executable in self._executables.values()]
+        """Bytes of the biggest temporary of any step function, from the compiler's own memory analysis. Waits for those
+        that have the biggest."""
+        analyses = [self._building[item].result()[0].memory_analysis() for item in self.largest()]
         return max(analysis.temp_size_in_bytes for analysis in analyses)
 
     def largest(self) -> list[Work]:
         """The step functions with the biggest temporaries."""
         return [("prefill", self.shapes.prefill_buckets[-1]), ("decode", self.shapes.decode_buckets[-1])]
 
-    def compile(self, progress: Progress) -> None:
-        """Build every executable, largest first, and use them from now on."""
-        shapes = self.shapes
-        buckets = [("prefill", b) for b in shapes.prefill_buckets] + [("decode", b) for b in shapes.decode_buckets]
-        buckets.sort(key=lambda item: -item[1])
-        self.build([*buckets, ("update", None), ("adjust", None), ("copy", None)], progress, "compile")
-        self.apply_updates = self._executables["update", None]
-        self.apply_adjustments = self._executables["adjust", None]
-        self.copy_blocks = self._executables["copy", None]
-        self.prefill = {b: self._executables["prefill", b] for b in shapes.prefill_buckets}
-        self.decode = {b: self._executables["decode", b] for b in shapes.decode_buckets}
+    def finish(self) -> WarmUp:
+        """Wait for everything that `start` began, and use it from now on."""
+        try:
+            built = {item: future.result() for item, future in self._building.items()}
+        finally:  # an interrupt does not wait for what nobody wants any more
+            self.stop()
+        executables = {item: executable for item, (executable, _) in built.items()}
+        self.apply_updates = executables["update", None]
+        self.apply_adjustments = executables["adjust", None]
+        self.copy_blocks = executables["copy", None]
+        self.prefill = {b: executables["prefill", b] for b in self.shapes.prefill_buckets}
+        self.decode = {b: executables["decode", b] for b in self.shapes.decode_buckets}
+        return WarmUp(len(built), sum(cached for _, cached in built.values()), time.monotonic() - self._begin)
+
+    def compile(self, progress: Progress) -> WarmUp:
+        """`start` and `finish`."""
+        self.start(progress)
+        return self.finish()
+
+    def _all_work(self) -> list[Work]:
+        buckets = [("prefill", b) for b in self.shapes.prefill_buckets]
+        buckets += [("decode", b) for b in self.shapes.decode_buckets]
+        rest = [item for item in sorted(buckets, key=lambda item: -item[1]) if item not in self.largest()]
+        return [*self.largest(), *rest, ("update", None), ("adjust", None), ("copy", None)]
 
     # ---- plans as arguments
 
