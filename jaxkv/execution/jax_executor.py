@@ -73,9 +73,9 @@ class JaxExecutor:
                 if update.admission is not None:
                     self._admit(update.row, update.admission)
         if plan.prefill:
-            bucket = bucket_for(shapes.prefill_buckets, sum(len(chunk.token_ids) for chunk in plan.prefill))
-            batch = programs.pack_prefill(plan.prefill, bucket)
-            self._cache, self._state, output = programs.prefill[bucket](self._weights, self._cache, self._state, batch)
+            self._cache, self._state, output = programs.run_prefill(
+                self._weights, self._cache, self._state, plan.prefill
+            )
             parts.append((output, self._chunk_owners(plan.prefill)))
         if plan.decode:
             bucket = bucket_for(shapes.decode_buckets, len(plan.decode))

@@ -1,5 +1,8 @@
-"""prefill_step: compute the KV of known tokens, the first new token of prompts that end in this call, and the
-log-probabilities of prompt tokens where they are wanted."""
+"""Two calls: prefill_step computes the KV of known tokens, and first_tokens the first new token of prompts that end in it.
+
+They are compiled apart, because the second is the same for every bucket: sampling takes a third of an executable's
+compile time. Chunks that do not end their prompt need no logits at all.
+"""
 
 import dataclasses
 
@@ -19,30 +22,50 @@ _TILE = 64
 
 
 def prefill_step(
-    model: Llama, cache: KVCache, state: DecodeState, batch: PrefillBatch, *, implementation: str, num_top: int
-) -> tuple[KVCache, DecodeState, StepOutput]:
-    """Run a PrefillBatch; chunks with `is_last` sample a token and activate their row unless that token ends it."""
+    model: Llama, cache: KVCache, block_table: jax.Array, batch: PrefillBatch, *, implementation: str, num_top: int
+) -> tuple[KVCache, jax.Array, sampling.Logprobs]:
+    """Compute a PrefillBatch's KV.
+
+    Returns the cache, the hidden states [R, E] of the chunks' last tokens, and log-probabilities [T] of the targets.
+    """
     attention = PrefillAttention(
-        slots=slots_of(state.block_table, batch.token_row, batch.positions, cache.layers[0].block_size),
-        block_table=state.block_table[batch.rows],
+        slots=slots_of(block_table, batch.token_row, batch.positions, cache.layers[0].block_size),
+        block_table=block_table[batch.rows],
         cu_q_lens=batch.cu_q_lens,
         context_lens=batch.context_lens,
         implementation=implementation,
     )
     hidden, layers = model(batch.token_ids, batch.positions, cache.layers, attention)
+    last = hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]
+    return KVCache(layers), last, _target_logprobs(model, hidden, batch.targets, num_top)
 
-    last_index = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    rows = dataclasses.replace(state, block_table=state.active).take(batch.rows)
-    seq_len = batch.context_lens + batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
-    logits = model.logits(hidden[last_index])
-    adjusted = adjust(logits, rows, state.adjustments, batch.rows, rows.min_left > 0)
-    tokens = sampling.sample(adjusted, rows.sampling, seq_len)
+
+def first_tokens(
+    model: Llama,
+    state: DecodeState,
+    hidden: jax.Array,
+    row_ids: jax.Array,
+    seq_lens: jax.Array,
+    is_last: jax.Array,
+    *,
+    num_top: int,
+) -> tuple[DecodeState, StepOutput]:
+    """Sample a token for each chunk that ends its prompt, and activate its row unless that token ends it.
+
+    Args:
+      hidden: [R, E] of the chunks' last tokens. row_ids: i32[R]. seq_lens: i32[R] known tokens of the row.
+      is_last: bool[R] the chunk ends its prompt; others, and padding, change nothing.
+    """
+    rows = dataclasses.replace(state, block_table=state.active).take(row_ids)
+    logits = model.logits(hidden)
+    adjusted = adjust(logits, rows, state.adjustments, row_ids, rows.min_left > 0)
+    tokens = sampling.sample(adjusted, rows.sampling, seq_lens)
     logprobs = sampling.logprobs(logits, tokens, rows.sampling, num_top)
     stopped, exhausted = finish_flags(tokens, rows.stop_ids, rows.budget)
 
     # Chunks that do not end their prompt (and padding) write to the dead row, which stays inactive.
-    row = jnp.where(batch.is_last, batch.rows, state.dead_row)
-    starts = batch.is_last & ~stopped & ~exhausted
+    row = jnp.where(is_last, row_ids, state.dead_row)
+    starts = is_last & ~stopped & ~exhausted
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[row].set(new, mode="promise_in_bounds")
@@ -50,7 +73,7 @@ def prefill_step(
     state = dataclasses.replace(
         state,
         last_token=put(state.last_token, tokens),
-        seq_len=put(state.seq_len, seq_len),
+        seq_len=put(state.seq_len, seq_lens),
         active=put(state.active, starts).at[state.dead_row].set(False),
         budget=put(state.budget, rows.budget - 1),
         min_left=put(state.min_left, jnp.maximum(rows.min_left - 1, 0)),
@@ -61,10 +84,7 @@ def prefill_step(
             ),
         ),
     )
-    emitted = batch.is_last.astype(jnp.int32)
-    output = StepOutput.of_one_step(tokens, emitted, stopped, exhausted, logprobs)
-    output = dataclasses.replace(output, prompt_logprobs=_target_logprobs(model, hidden, batch.targets, num_top))
-    return KVCache(layers), state, output
+    return state, StepOutput.of_one_step(tokens, is_last.astype(jnp.int32), stopped, exhausted, logprobs)
 
 
 def _target_logprobs(model: Llama, hidden: jax.Array, targets: jax.Array, num_top: int) -> sampling.Logprobs:

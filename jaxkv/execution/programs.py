@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig
-from jaxkv.core.plan import BlockCopy
+from jaxkv.core.plan import BlockCopy, PrefillChunk
 from jaxkv.core.progress import Progress
 from jaxkv.execution import compile_watch
 from jaxkv.execution.batch import pack_prefill
@@ -27,7 +27,8 @@ from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
 from jaxkv.execution.kv_cache import KVCache, empty_cache
 from jaxkv.execution.logit_adjustments import apply_adjustments, pack_adjustments
-from jaxkv.execution.prefill import prefill_step
+from jaxkv.execution.prefill import first_tokens, prefill_step
+from jaxkv.execution.step_output import StepOutput
 from jaxkv.models.llama import Llama
 from pallas_kernels.block_copy import block_copy
 
@@ -116,8 +117,8 @@ class Programs:
     """The step functions, taking the weights as a flat tuple of leaves (cheap to pass on every call).
 
     `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
-    `prefill[T](weights, cache, state, batch)` and `decode[B](weights, cache, state, rows, num_steps)`; cache and state are
-    donated.
+    `prefill[T](weights, cache, block_table, batch)`, `first_tokens(weights, state, hidden, row_ids, seq_lens, is_last)` and
+    `decode[B](weights, cache, state, rows, num_steps)`; cache and state are donated.
     """
 
     def __init__(self, model: Llama, shapes: ProgramShapes):
@@ -132,8 +133,13 @@ class Programs:
 
         options = {"implementation": shapes.implementation, "num_top": shapes.num_top}
 
-        def prefill(weights, cache, state, batch):
-            return prefill_step(merge(weights), cache, state, batch, **options)
+        def prefill(weights, cache, block_table, batch):
+            return prefill_step(merge(weights), cache, block_table, batch, **options)
+
+        def first(weights, state, hidden, row_ids, seq_lens, is_last):
+            return first_tokens(
+                merge(weights), state, hidden, row_ids, seq_lens, is_last, num_top=shapes.num_top
+            )
 
         def decode(weights, cache, state, rows, num_steps):
             max_steps = shapes.limits.max_decode_steps
@@ -148,13 +154,15 @@ class Programs:
             "update": (apply_updates, (0,)),
             "adjust": (apply_adjustments, (0,)),
             "copy": (copy_blocks, (0,)),
-            "prefill": (prefill, (1, 2)),
+            "prefill": (prefill, (1,)),
+            "first": (first, (1,)),
             "decode": (decode, (1, 2)),
         }
         # Un-jitted until `finish` replaces them: that is what enforce_eager runs.
         self.apply_updates: Callable = apply_updates
         self.apply_adjustments: Callable = apply_adjustments
         self.copy_blocks: Callable = copy_blocks
+        self.first_tokens: Callable = first
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
 
@@ -167,7 +175,7 @@ class Programs:
         return jax.eval_shape(self.shapes.empty_state)
 
     def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
-        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "decode") for a bucket."""
+        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode") for a bucket."""
         limits, cache, state = self.shapes.limits, self.abstract_cache, self.abstract_state
         if kind == "update":
             args = (state, self.pack_updates(()).pop())
@@ -176,7 +184,11 @@ class Programs:
         elif kind == "copy":
             args = (cache, *_pack_copies(()).pop())
         elif kind == "prefill":
-            args = (self.abstract_weights, cache, state, self.pack_prefill((), bucket))
+            args = (self.abstract_weights, cache, state.block_table, self.pack_prefill((), bucket))
+        elif kind == "first":
+            rows = np.zeros((limits.max_prefill_seqs,), np.int32)
+            hidden = jax.ShapeDtypeStruct((len(rows), self.shapes.model.hidden_size), self.shapes.dtype)
+            args = (self.abstract_weights, state, hidden, rows, rows, rows.astype(np.bool_))
         else:
             args = (self.abstract_weights, cache, state, np.zeros((bucket,), np.int32), np.int32(limits.max_decode_steps))
         function, donated = self._functions[kind]
@@ -223,6 +235,7 @@ class Programs:
         self.apply_updates = executables["update", None]
         self.apply_adjustments = executables["adjust", None]
         self.copy_blocks = executables["copy", None]
+        self.first_tokens = executables["first", None]
         self.prefill = {b: executables["prefill", b] for b in self.shapes.prefill_buckets}
         self.decode = {b: executables["decode", b] for b in self.shapes.decode_buckets}
         return WarmUp(len(built), sum(cached for _, cached in built.values()), time.monotonic() - self._begin)
@@ -236,7 +249,20 @@ class Programs:
         buckets = [("prefill", b) for b in self.shapes.prefill_buckets]
         buckets += [("decode", b) for b in self.shapes.decode_buckets]
         rest = [item for item in sorted(buckets, key=lambda item: -item[1]) if item not in self.largest()]
-        return [*self.largest(), *rest, ("update", None), ("adjust", None), ("copy", None)]
+        return [*self.largest(), *rest, ("first", None), ("update", None), ("adjust", None), ("copy", None)]
+
+    def run_prefill(
+        self, weights: tuple[jax.Array, ...], cache: KVCache, state: DecodeState, chunks: tuple[PrefillChunk, ...]
+    ) -> tuple[KVCache, DecodeState, StepOutput]:
+        """Prefill in the smallest bucket that holds all chunks, then first tokens if any chunk ends its prompt."""
+        bucket = bucket_for(self.shapes.prefill_buckets, sum(len(chunk.token_ids) for chunk in chunks))
+        batch = self.pack_prefill(chunks, bucket)
+        cache, hidden, prompt_logprobs = self.prefill[bucket](weights, cache, state.block_table, batch)
+        sampled = None
+        if batch.is_last.any():
+            seq_lens = batch.context_lens + np.diff(batch.cu_q_lens)
+            state, sampled = self.first_tokens(weights, state, hidden, batch.rows, seq_lens, batch.is_last)
+        return cache, state, StepOutput.of_prefill(sampled, prompt_logprobs, len(batch.rows))
 
     # ---- plans as arguments
 

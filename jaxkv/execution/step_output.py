@@ -19,8 +19,8 @@ _HEADER = 2  # columns before the tokens: number emitted, finish flags
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    packed: jax.Array  # i32[B, 2 + C] number emitted, finish flags, tokens
-    logprobs: Logprobs  # leaves [C, B, ...]; read only for rows that asked
+    packed: jax.Array | np.ndarray  # i32[B, 2 + C] number emitted, finish flags, tokens
+    logprobs: Logprobs | None  # leaves [C, B, ...]; read only for rows that asked
     prompt_logprobs: Logprobs | None = None  # of prefill: leaves [T, ...]; read only where chunks have targets
 
     @staticmethod
@@ -29,6 +29,13 @@ class StepOutput:
     ) -> "StepOutput":
         packed = jnp.stack([emitted, pack_flags(stopped, exhausted), tokens], axis=1)
         return StepOutput(packed, jax.tree.map(lambda x: x[None], logprobs))
+
+    @staticmethod
+    def of_prefill(sampled: "StepOutput | None", prompt_logprobs: Logprobs, num_rows: int) -> "StepOutput":
+        """`sampled` is None where no chunk ends its prompt: nothing is emitted then."""
+        if sampled is None:
+            sampled = StepOutput(np.zeros((num_rows, _HEADER), np.int32), None)
+        return dataclasses.replace(sampled, prompt_logprobs=prompt_logprobs)
 
 
 def pack_flags(stopped: jax.Array, exhausted: jax.Array) -> jax.Array:
@@ -61,7 +68,7 @@ def read_rows(output: StepOutput, owners: Sequence[Owner | None]) -> list[RowRes
     kind of log-probabilities where a row wants them."""
     packed = np.asarray(output.packed)
     logprobs = prompt_logprobs = None
-    if any([owner is not None and owner.num_logprobs is not None for owner in owners]):
+    if output.logprobs is not None and any([o is not None and o.num_logprobs is not None for o in owners]):
         logprobs = jax.device_get(output.logprobs)
     if any([owner is not None and owner.targets for owner in owners]):
         prompt_logprobs = jax.device_get(output.prompt_logprobs)

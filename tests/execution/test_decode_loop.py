@@ -57,8 +57,9 @@ class Device:
         return self.prefill([PrefillChunk(str(row), row, 0, PROMPTS[row], True) for row in rows])
 
     def prefill(self, chunks: list[PrefillChunk]) -> np.ndarray:
-        batch = self.programs.pack_prefill(tuple(chunks), 64)
-        self.cache, self.state, output = self.programs.prefill[64](weights(CONFIG), self.cache, self.state, batch)
+        self.cache, self.state, output = self.programs.run_prefill(
+            weights(CONFIG), self.cache, self.state, tuple(chunks)
+        )
         return np.asarray(output.packed)
 
     def decode(self, rows: list[int], num_steps: int, bucket: int = 4) -> np.ndarray:

@@ -54,7 +54,7 @@ def test_temporaries_do_not_grow_with_max_model_len(kind, bucket):
     assert 4 * table_growth < kv_growth / 100
 
 
-@pytest.mark.parametrize("kind, bucket", [("decode", 4), ("prefill", 64), ("adjust", None)])
+@pytest.mark.parametrize("kind, bucket", [("decode", 4), ("first", None), ("adjust", None)])
 def test_token_counts_are_updated_in_place(kind, bucket):
     """They are the biggest part of the decode state, 1.9 MB here: no step may copy them, in its loop or around it."""
     config = parse(tiny_config(vocab_size=30_011, num_hidden_layers=1))

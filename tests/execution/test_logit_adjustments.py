@@ -217,19 +217,24 @@ def shapes_outside_and_inside_conditionals(jaxpr) -> tuple[set, set]:
     return outside, inside
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "first"])
 def test_a_batch_that_asks_for_nothing_computes_nothing_of_it(kind):
     """Rows' counts and biases, and logits of prompt tokens, are gathered and computed within conditionals only."""
     vocab = 101  # no other width of the model
     programs = make_programs(parse(tiny_config(vocab_size=vocab)))
-    arguments = (programs.abstract_weights, programs.abstract_cache, programs.abstract_state)
+    weights, cache, state = programs.abstract_weights, programs.abstract_cache, programs.abstract_state
+    rows = np.zeros((4,), np.int32)
     if kind == "decode":
-        jaxpr = jax.make_jaxpr(programs.decode[4])(*arguments, np.zeros((4,), np.int32), np.int32(8))
+        jaxpr = jax.make_jaxpr(programs.decode[4])(weights, cache, state, rows, np.int32(8))
+    elif kind == "first":
+        hidden = jax.ShapeDtypeStruct((4, programs.shapes.model.hidden_size), np.float32)
+        jaxpr = jax.make_jaxpr(programs.first_tokens)(weights, state, hidden, rows, rows, rows > 0)
     else:
-        jaxpr = jax.make_jaxpr(programs.prefill[64])(*arguments, programs.pack_prefill((), 64))
+        jaxpr = jax.make_jaxpr(programs.prefill[64])(weights, cache, state.block_table, programs.pack_prefill((), 64))
     outside, inside = shapes_outside_and_inside_conditionals(jaxpr.jaxpr)
-    optional = {("uint16", (4, vocab)), ("float32", (4, MAX_LOGIT_BIASES))}
     if kind == "prefill":
-        optional.add(("float32", (64, vocab)))
+        assert ("float32", (64, vocab)) in inside and ("float32", (64, vocab)) not in outside
+        return
+    optional = {("uint16", (4, vocab)), ("float32", (4, MAX_LOGIT_BIASES))}
     assert optional <= inside and not optional & outside
     assert ("float32", (4, vocab)) in outside, "the logits themselves are there: shapes are seen"
