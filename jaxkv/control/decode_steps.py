@@ -1,8 +1,14 @@
 """How many decode steps a device call runs: C.
 
-More steps a call hide the host and the dispatch; fewer let waiting requests start sooner. Only powers of two are
-chosen, so that an executor that compiles per C compiles few.
+More steps a call hide the host and the dispatch; fewer let waiting requests start sooner, and tokens reach their
+readers more evenly. Only powers of two are chosen, so that an executor that compiles per C compiles few.
 """
+
+from jaxkv.core.plan import StepTiming
+
+# A request that arrives waits for the two calls in flight. Where steps are so slow that calls are longer than this, C
+# hides nothing worth hiding: the host takes some 3 ms a call.
+SHARED_CALL_SECONDS = 0.2
 
 
 def floor_power_of_two(n: int) -> int:
@@ -14,7 +20,14 @@ def ceil_power_of_two(n: int) -> int:
 
 
 def adaptive_decode_steps(
-    largest: int, *, least_remaining: int, most_remaining: int, prefilling: bool, waiting: bool
+    largest: int,
+    *,
+    least_remaining: int,
+    most_remaining: int,
+    prefilling: bool,
+    waiting: bool,
+    num_rows: int,
+    step_seconds: float,
 ) -> int:
     """C for the next call.
 
@@ -24,9 +37,33 @@ def adaptive_decode_steps(
       prefilling: the plan prefills. Its first tokens, and the next chunk, wait for this call's end: C = 1.
       waiting: requests wait for a row or for blocks. The call ends no later than the first row that must end, so that
         a place is filled as soon as it is free; a stop id costs at most C - 1 steps more.
+      num_rows: rows that decode. step_seconds: what a step takes, 0 if unknown. From two rows on the server is shared,
+        and more arrivals are likely: no call of several steps may outlast SHARED_CALL_SECONDS.
     """
     if prefilling:
         return 1
     if waiting:
         largest = min(largest, least_remaining)
+    if num_rows > 1 and step_seconds > 0:
+        largest = max(1, min(largest, int(SHARED_CALL_SECONDS / step_seconds)))
     return floor_power_of_two(min(largest, ceil_power_of_two(most_remaining)))
+
+
+class StepTimer:
+    """How long a decode step takes, from the calls read so far.
+
+    Attributes:
+      seconds: a moving average over some four calls; 0 before the first.
+    """
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._last_finished = 0.0
+
+    def record(self, num_steps: int, timing: StepTiming) -> None:
+        """A call was read; `num_steps` is 0 if it did anything but decode."""
+        begin = max(timing.submitted, self._last_finished)  # it waited for the call before
+        self._last_finished = timing.finished
+        if num_steps:
+            seconds = max(0.0, timing.finished - begin) / num_steps
+            self.seconds = seconds if self.seconds == 0 else 0.75 * self.seconds + 0.25 * seconds

@@ -25,7 +25,7 @@ import heapq
 import logging
 
 from jaxkv.control.block_manager import BlockManager
-from jaxkv.control.decode_steps import adaptive_decode_steps, ceil_power_of_two
+from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_power_of_two
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
@@ -69,7 +69,8 @@ class Scheduler:
         self.running: list[RequestState] = []  # sorted by rank
         self._live: dict[str, RequestState] = {}
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
-        self._in_flight: collections.deque[tuple[int, list[Flight]]] = collections.deque()
+        self._in_flight: collections.deque[tuple[StepPlan, list[Flight]]] = collections.deque()
+        self._step_timer = StepTimer()
         self._num_arrivals = 0
         self._next_step_id = 0
 
@@ -200,7 +201,7 @@ class Scheduler:
             decode_kv_tokens=decode_kv_tokens,
         )
         self._next_step_id += 1
-        self._in_flight.append((plan.step_id, flights))
+        self._in_flight.append((plan, flights))
         self.stats.steps += 1
         self.stats.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         if num_steps:
@@ -319,6 +320,8 @@ class Scheduler:
                 most_remaining=max(remaining),
                 prefilling=prefilling,
                 waiting=waiting,
+                num_rows=len(decoding),
+                step_seconds=self._step_timer.seconds,
             )
         block_size, num_free = self.limits.block_size, self.blocks.num_free
         lengths = [state.num_computed + state.num_in_flight for state in decoding]
@@ -345,8 +348,9 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[RequestOutput]:
         """Take in the oldest unread plan's result; returns news of the requests that it gave tokens to."""
-        step_id, flights = self._in_flight.popleft()
-        check_result(step_id, flights, result)
+        plan, flights = self._in_flight.popleft()
+        check_result(plan.step_id, flights, result)
+        self._step_timer.record(0 if plan.prefill else plan.num_steps, result.timing)
         now = result.timing.finished
         rows = iter(result.rows)
         publish_tokens = PUBLISHED_AT_ONCE * self.limits.block_size
