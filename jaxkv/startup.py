@@ -275,6 +275,13 @@ def _plan(
     return programs, with_temporaries
 
 
+def _decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Padded row counts. On CPU a row costs: the demo model's step takes 86 ms with 8 rows, 123 with 16. On GPU the weights
+    that are read cost, and hardly the rows."""
+    factor = 2 if jax.default_backend() == "cpu" else 4
+    return tuple(dict.fromkeys((1, *geometric_buckets(min(4, max_num_seqs), max_num_seqs, factor))))
+
+
 def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Programs:
     limits = ExecutorLimits(
         num_blocks=memory.num_blocks + 1,
@@ -291,7 +298,7 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         kv_dtype=config.kv_cache_dtype,
         limits=limits,
         prefill_buckets=geometric_buckets(_MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2),
-        decode_buckets=geometric_buckets(1, config.max_num_seqs, 4),
+        decode_buckets=_decode_buckets(config.max_num_seqs),
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
     )

@@ -164,3 +164,10 @@ def decode_call(programs, config):
 
     call()
     return call
+
+
+def test_one_idle_client_gets_the_largest_loop():
+    engine = make_engine(tiny_llama())
+    run_requests(engine, [Request("a", random_tokens(20, seed=3), SamplingParams(temperature=0.0, max_tokens=65))])
+    # 1 token of prefill, 8 calls of 8.
+    assert dict(engine.stats.loop_steps) == {8: 8}
