@@ -22,6 +22,7 @@ from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.execution.decode_state import state_bytes
+from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
@@ -302,7 +303,8 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
     )
-    return Programs(abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len), shapes)
+    abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
+    return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
 
 
 def _scheduler_config(

@@ -25,6 +25,7 @@ from jaxkv.execution import compile_watch
 from jaxkv.execution.batch import pack_prefill
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
+from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.kv_cache import KVCache, empty_cache
 from jaxkv.execution.logit_adjustments import apply_adjustments, pack_adjustments
 from jaxkv.execution.prefill import first_tokens, prefill_step
@@ -44,7 +45,7 @@ class WarmUp:
     """What building the executables took.
 
     Attributes:
-      executables: how many there are; from_cache: of these, out of the persistent compilation cache.
+      executables: how many there are; from_cache: of these, out of the store or JAX's compilation cache.
       seconds: wall-clock time.
     """
 
@@ -121,11 +122,12 @@ class Programs:
     `decode[B](weights, cache, state, rows, num_steps)`; cache and state are donated.
     """
 
-    def __init__(self, model: Llama, shapes: ProgramShapes):
-        """`model` may be abstract: only its structure and shapes are used."""
+    def __init__(self, model: Llama, shapes: ProgramShapes, store: ExecutableStore = ExecutableStore(None)):
+        """`model` may be abstract: only its structure and shapes are used. `store` remembers executables."""
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         self.shapes = shapes
+        self._store = store
         self.abstract_weights = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
         def merge(weights: tuple[jax.Array, ...]) -> Llama:
@@ -203,11 +205,16 @@ class Programs:
         num_done = itertools.count(1)
 
         def compile_one(item: Work) -> tuple[jax.stages.Compiled, bool]:
-            lowered = self.lower(*item)
-            before = compile_watch.from_cache_here()
-            executable = lowered.compile()
+            what = f"{item}|{self.shapes}"
+            executable, found = self._store.load(what), True
+            if executable is None:
+                lowered = self.lower(*item)
+                before = compile_watch.from_cache_here()
+                executable = lowered.compile()
+                found = compile_watch.from_cache_here() > before
+                self._store.save(what, executable)
             progress.update("compile", next(num_done), len(work))
-            return executable, compile_watch.from_cache_here() > before
+            return executable, found
 
         self._building = {item: self._pool.submit(compile_one, item) for item in work}
 

@@ -61,20 +61,21 @@ def prefill_attention(
             kv_position = kv_index * kv_tile + jnp.arange(kv_tile)
             owned = kv_position < end
 
-            def tokens(stored: jax.Array) -> jax.Array:  # [K, tile, D]; an unowned slot may hold anything, NaN too
+            def tokens(stored: jax.Array) -> jax.Array:  # [K, tile, D]
                 gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(0, 1)
-                return jnp.where(owned[:, None], gathered.reshape(num_kv_heads, kv_tile, head_dim), 0)
+                return gathered.reshape(num_kv_heads, kv_tile, head_dim)
 
             seen = kv_position <= position[:, None]  # [Q, tile]
             if window is not None:
                 seen &= kv_position > position[:, None] - window
             seen = jnp.tile(seen, (group, 1))  # [G*Q, tile]
             logits = jnp.einsum("kqd,ktd->kqt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
-            logits = jnp.where(seen, logits, _NO_KEY)
+            logits = jnp.where(seen, logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
             m_new = jnp.maximum(m, logits.max(axis=-1))
-            p = jnp.where(seen, jnp.exp(logits - m_new[..., None]), 0.0)
+            p = jnp.exp(logits - m_new[..., None])
             shrink = jnp.exp(m - m_new)
-            pv = jnp.einsum("kqt,ktd->kqd", p.astype(q.dtype), tokens(kv.v), preferred_element_type=jnp.float32)
+            v = jnp.where(owned[:, None], tokens(kv.v), 0)  # an unowned slot may hold anything, and 0 * NaN is NaN
+            pv = jnp.einsum("kqt,ktd->kqd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
             return kv_index + 1, m_new, l * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
 
         first = jnp.int32(0)
