@@ -93,28 +93,28 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> StartedEng
     _check(config)
     _reserve_gpu_memory(config)
     source = timed(
-        "resolve", resolve_model, config.model, revision=config.revision, download_dir=config.download_dir, progress=progress
+        "resolve",
+        resolve_model,
+        config.model,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        progress=progress,
     )
     model_config = load_config(source)
     tokenizer = timed("tokenizer", load_tokenizer, source, config.tokenizer, config.chat_template)
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     config = _resolve_defaults(config, model_config, platform)
     check_checkpoint(source, model_config)  # before minutes of compiling
-    _use_compilation_cache(config)
 
     programs, memory = timed("plan", _plan, config, model_config, platform, progress)
     for line in memory.lines():
         log.info("%s", line)
-    config = dataclasses.replace(
-        config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks
-    )
+    config = dataclasses.replace(config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks)
     _tell_fixed_rope_base(model_config, memory.max_model_len)
     # Reading files and compiling wait for different things: side by side they take two seconds less.
     loader = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        model = loader.submit(
-            timed, "load", load_weights, source, model_config, dtype=config.dtype, progress=progress
-        )
+        model = loader.submit(timed, "load", load_weights, source, model_config, dtype=config.dtype, progress=progress)
         warm_up = WarmUp(0, 0, 0.0) if config.enforce_eager else timed("compile", programs.finish)
         weights = tuple(jax.tree.leaves(nnx.state(model.result())))
     finally:  # an interrupt does not wait for what nobody wants any more
@@ -139,7 +139,9 @@ def _check(config: EngineConfig) -> None:
     if config.tensor_parallel_size != 1:
         raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; only 1 is supported so far")
     if not 0 < config.gpu_memory_utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1")
+        raise ConfigError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1"
+        )
     at_least_one = ("max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
     for name in (*at_least_one, "kv_cache_memory_bytes"):
         value = getattr(config, name)
@@ -148,7 +150,9 @@ def _check(config: EngineConfig) -> None:
     if not 0 <= config.decode_steps <= MAX_DECODE_STEPS:
         raise ConfigError(f"decode_steps is {config.decode_steps}; it must be 0 (adaptive) to {MAX_DECODE_STEPS}")
     if config.enforce_eager and config.decode_steps > 1:
-        raise ConfigError(f"decode_steps is {config.decode_steps}, but enforce_eager runs one step a call: leave one out")
+        raise ConfigError(
+            f"decode_steps is {config.decode_steps}, but enforce_eager runs one step a call: leave one out"
+        )
     if config.enforce_eager and config.fail_on_recompile:
         raise ConfigError("fail_on_recompile is set, but enforce_eager compiles all the time: leave one out")
     if not 1 <= config.max_logprobs <= _MOST_LOGPROBS:
@@ -209,24 +213,17 @@ def _compilation_cache_dir(config: EngineConfig) -> str:
     if config.compilation_cache_dir is not None:
         return config.compilation_cache_dir
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(base) / "jaxkv" / "xla")
-
-
-def _use_compilation_cache(config: EngineConfig) -> None:
-    if config.compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return str(Path(base) / "jaxkv" / "executables")
 
 
 def _tell_warm_up(warm_up: WarmUp, config: EngineConfig) -> None:
-    cached = f", {warm_up.from_cache} of them out of {config.compilation_cache_dir}" if config.compilation_cache_dir else ""
+    cached = (
+        f", {warm_up.from_cache} of them out of {config.compilation_cache_dir}" if config.compilation_cache_dir else ""
+    )
     log.info("warm-up: %d executables in %.1f s%s", warm_up.executables, warm_up.seconds, cached)
 
 
-def _plan(
-    config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
-) -> tuple[Programs, MemoryPlan]:
+def _plan(config: EngineConfig, model: ModelConfig, platform: str, progress: Progress) -> tuple[Programs, MemoryPlan]:
     """Blocks, and the step functions for them, being built in the background.
 
     The arithmetic refuses what can't fit first; then the compiler tells the temporaries.
@@ -298,7 +295,9 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         dtype=config.dtype,
         kv_dtype=config.kv_cache_dtype,
         limits=limits,
-        prefill_buckets=geometric_buckets(_MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2),
+        prefill_buckets=geometric_buckets(
+            _MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2
+        ),
         decode_buckets=_decode_buckets(config.max_num_seqs),
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,

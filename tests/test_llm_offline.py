@@ -98,6 +98,8 @@ def test_a_stream_is_one_sequence():
     with pytest.raises(RequestError, match="n is 2; a stream gives one sequence"):
         next(llm.stream("abc", SamplingParams(n=2)))
     assert llm.started.engine.added == []
+
+
 def test_prompt_logprobs_come_with_the_output():
     llm = make(tokens_per_step=1)
     params = [SamplingParams(max_tokens=1, prompt_logprobs=0), SamplingParams(max_tokens=4, prompt_logprobs=0), LONG]

@@ -138,9 +138,7 @@ class BlockManager:
                 else:
                     self._free.append(block)
 
-    def register(
-        self, block: int, block_hash: BlockHash, parent: BlockHash, unsalted: BlockHash | None = None
-    ) -> bool:
+    def register(self, block: int, block_hash: BlockHash, parent: BlockHash, unsalted: BlockHash | None = None) -> bool:
         """Make an owned, full block findable; False when an equal one already is (another one then stays private).
 
         `parent` is the hash of the block before it, or the root; `unsalted` as in `PrefixIndex.add`.

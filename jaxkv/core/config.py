@@ -68,4 +68,4 @@ class EngineConfig:
     max_logprobs: int = 20
     """Most alternatives a request may ask for with logprobs."""
     compilation_cache_dir: str | None = None
-    """JAX's persistent compilation cache; None is ~/.cache/jaxkv/xla, empty turns it off."""
+    """Where compiled step functions are kept; None is ~/.cache/jaxkv/executables, empty keeps none."""

@@ -45,7 +45,7 @@ class WarmUp:
     """What building the executables took.
 
     Attributes:
-      executables: how many there are; from_cache: of these, out of the store or JAX's compilation cache.
+      executables: how many there are; from_cache: of these, out of the store (or JAX's own cache, if the user turned it on).
       seconds: wall-clock time.
     """
 
@@ -87,9 +87,7 @@ class ProgramShapes:
 
     def empty_cache(self) -> KVCache:
         limits = self.limits
-        return empty_cache(
-            self.model, num_blocks=limits.num_blocks, block_size=limits.block_size, dtype=self.kv_dtype
-        )
+        return empty_cache(self.model, num_blocks=limits.num_blocks, block_size=limits.block_size, dtype=self.kv_dtype)
 
 
 def geometric_buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
@@ -139,9 +137,7 @@ class Programs:
             return prefill_step(merge(weights), cache, block_table, batch, **options)
 
         def first(weights, state, hidden, row_ids, seq_lens, is_last):
-            return first_tokens(
-                merge(weights), state, hidden, row_ids, seq_lens, is_last, num_top=shapes.num_top
-            )
+            return first_tokens(merge(weights), state, hidden, row_ids, seq_lens, is_last, num_top=shapes.num_top)
 
         def decode(weights, cache, state, rows, num_steps):
             max_steps = shapes.limits.max_decode_steps
@@ -192,7 +188,13 @@ class Programs:
             hidden = jax.ShapeDtypeStruct((len(rows), self.shapes.model.hidden_size), self.shapes.dtype)
             args = (self.abstract_weights, state, hidden, rows, rows, rows.astype(np.bool_))
         else:
-            args = (self.abstract_weights, cache, state, np.zeros((bucket,), np.int32), np.int32(limits.max_decode_steps))
+            args = (
+                self.abstract_weights,
+                cache,
+                state,
+                np.zeros((bucket,), np.int32),
+                np.int32(limits.max_decode_steps),
+            )
         function, donated = self._functions[kind]
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
@@ -212,7 +214,8 @@ class Programs:
                 before = compile_watch.from_cache_here()
                 executable = lowered.compile()
                 found = compile_watch.from_cache_here() > before
-                self._store.save(what, executable)
+                if not found:  # what JAX's own cache gave back cannot be serialised again: its functions get lost
+                    self._store.save(what, executable)
             progress.update("compile", next(num_done), len(work))
             return executable, found
 

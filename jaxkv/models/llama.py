@@ -89,9 +89,7 @@ class Llama(nnx.Module):
     each layer's weights every step on XLA:GPU and runs 6 to 10 times slower on XLA:CPU.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None = None, max_model_len: int | None = None
-    ):
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None = None, max_model_len: int | None = None):
         """Random weights from `rngs`, or zeros. `max_model_len` matters to `dynamic` rope scaling only (see rope.inverse_frequencies)."""
         self.config = config
         self.max_model_len = max_model_len or config.max_position_embeddings

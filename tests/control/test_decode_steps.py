@@ -37,7 +37,15 @@ def test_with_a_queue_no_call_outlasts_the_first_row_to_end():
         assert got == steps
 
 
-@given(st.integers(1, 64), st.integers(1, 99), st.integers(0, 99), st.booleans(), st.booleans(), st.integers(1, 9), st.floats(0, 2))
+@given(
+    st.integers(1, 64),
+    st.integers(1, 99),
+    st.integers(0, 99),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 9),
+    st.floats(0, 2),
+)
 def test_always_a_power_of_two_within_the_limit(largest, least, more, prefilling, waiting, num_rows, step_seconds):
     steps = adaptive_decode_steps(
         largest,

@@ -1,16 +1,24 @@
 """Executables on disk: found again without tracing, and never in place of another."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv.control.engine import Engine
+from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.progress import SilentProgress
+from jaxkv.core.request import Request, SamplingParams
 from jaxkv.execution import executable_store
 from jaxkv.execution.executable_store import ExecutableStore
+from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.programs import Programs, abstract_model
 from tests.support.compile_counter import counting_compilations
-from tests.support.tiny_programs import make_programs, tiny_llama
+from tests.support.tiny_models import random_tokens
+from tests.support.tiny_programs import make_programs, run_requests, tiny_llama, tokens_of, weights
 
 
 def with_store(folder, **limits) -> Programs:
@@ -27,6 +35,9 @@ def test_a_second_start_traces_and_compiles_nothing(tmp_path):
     first = with_store(tmp_path)
     cold = first.compile(SilentProgress())
     assert (cold.executables, cold.from_cache) == (6, 0) and len(list(tmp_path.iterdir())) == 6
+    assert with_store(tmp_path, num_blocks=33).shapes != first.shapes  # and so other files: names hold the shapes
+    assert ExecutableStore(tmp_path).load(f"{('copy', None)}|{with_store(tmp_path, num_blocks=33).shapes}") is None
+    assert ExecutableStore(tmp_path).load(f"{('copy', None)}|{first.shapes}") is not None
     second = with_store(tmp_path)
     with counting_compilations() as count:
         second.start(SilentProgress())
@@ -37,7 +48,13 @@ def test_a_second_start_traces_and_compiles_nothing(tmp_path):
     first.start(SilentProgress())
     assert temporaries == first.temporaries() > 0
     first.stop()
-    # What was loaded computes, and gives its donated cache back in place.
+    # What was loaded computes the same, and gives its donated cache back in place.
+    tokens = []
+    for programs in (first, second):
+        engine = Engine(JaxExecutor(programs, weights(tiny_llama()), MonotonicClock()), clock=MonotonicClock())
+        sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=12, logprobs=2, repetition_penalty=1.3)
+        tokens.append(tokens_of(run_requests(engine, [Request("a", random_tokens(30, seed=1), sampling)])["a"]))
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
     for programs in (first, second):
         cache = programs.shapes.empty_cache()
         where = cache.layers[0].k.unsafe_buffer_pointer()
@@ -45,10 +62,36 @@ def test_a_second_start_traces_and_compiles_nothing(tmp_path):
         assert cache.layers[0].k.unsafe_buffer_pointer() == where
 
 
-def test_other_shapes_are_other_executables(tmp_path):
-    with_store(tmp_path).compile(SilentProgress())
-    assert with_store(tmp_path, num_blocks=33).compile(SilentProgress()).executables == 6
-    assert len(list(tmp_path.iterdir())) == 12
+def test_what_jaxs_own_cache_gave_back_is_not_stored(tmp_path):
+    """Serialised a second time it has lost its functions, and fails when it runs."""
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    seconds, size = "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"
+    before = {name: getattr(jax.config, name) for name in (seconds, size)}
+    try:
+        jax.config.update(seconds, 0)
+        jax.config.update(size, -1)
+        with_store(tmp_path / "a", num_blocks=35).compile(SilentProgress())
+        with_store(tmp_path / "b", num_blocks=35).compile(SilentProgress())
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    stored = [len(list((tmp_path / name).glob("*.executable"))) for name in "ab"]
+    assert stored[0] == 6 and stored[1] <= 2  # "update" and "adjust" come out of JAX's memory, whole
+
+
+def test_files_that_nobody_loads_go_after_a_month(tmp_path):
+    store = ExecutableStore(tmp_path)
+    store.save("old", doubled(2))
+    [old] = tmp_path.iterdir()
+    os.utime(old, (1, 1))
+    assert store.load("old") is not None  # which makes it new again
+    store.save("new", doubled(3))
+    assert len(list(tmp_path.iterdir())) == 2
+    os.utime(old, (1, 1))
+    store.save("newer", doubled(5))
+    assert len(list(tmp_path.iterdir())) == 2 and not old.exists()
 
 
 def test_what_is_found_is_what_was_stored(tmp_path):
@@ -98,7 +141,7 @@ def test_the_world_is_told_by_source_versions_and_device():
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache():
-    """JAX's own cache would hand out executables that cannot be stored again on some backends."""
+    """JAX's own cache would hand out executables that cannot be stored again."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield

@@ -135,7 +135,9 @@ def test_llama3_divisors_equal_transformers():
         "original_max_position_embeddings": 8192, "rope_theta": 500_000.0,
     }  # fmt: skip
     theirs, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](
-        transformers.LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=131072),
+        transformers.LlamaConfig(
+            hidden_size=512, num_attention_heads=4, rope_parameters=scaling, max_position_embeddings=131072
+        ),
         torch.device("cpu"),
     )
     plain = 500_000.0 ** -(np.arange(0, 128, 2) / 128)
