@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.layer_kv import LayerKV
 
-# Larger query tiles run fewer loop steps, but short chunks fill them badly: XLA:CPU takes 11.7 ms instead of 12.6 for a
-# chunk of 512 with 128 (9 heads of 64), and 10.6 with 256.
-Q_TILE, LARGE_Q_TILE, LARGE_FROM = 64, 128, 256
+# With 128 a chunk of 512 takes 11.7 ms instead of 12.6 on XLA:CPU (9 heads of 64), but 16 chunks of 32 fill such tiles
+# badly and take twice as long.
+Q_TILE = 64
 KV_TILE = 128
 _NO_KEY = -1e30
 
@@ -29,30 +29,29 @@ def prefill_attention(
 ) -> AttentionOutput:
     cu_q_lens, context_lens = jnp.asarray(cu_q_lens), jnp.asarray(context_lens)  # traced indices need jax arrays
     num_tokens, num_heads, head_dim = q.shape
-    q_tile = LARGE_Q_TILE if num_tokens >= LARGE_FROM else Q_TILE
     num_kv_heads, block_size = kv.k.shape[1], kv.block_size
     group = num_heads // num_kv_heads
     tile_blocks = max(1, KV_TILE // block_size)
     kv_tile = tile_blocks * block_size
     table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % tile_blocks)))
     # A tile may start at the last token: keep the slices in bounds.
-    padded_q = jnp.pad(q, ((0, q_tile), (0, 0), (0, 0)))
+    padded_q = jnp.pad(q, ((0, Q_TILE), (0, 0), (0, 0)))
 
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    tile_ends = jnp.cumsum((q_lens + q_tile - 1) // q_tile)  # [R] query tiles up to and including sequence r
+    tile_ends = jnp.cumsum((q_lens + Q_TILE - 1) // Q_TILE)  # [R] query tiles up to and including sequence r
 
     def attend_q_tile(index, carry):
         out, lse = carry
         seq = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
         tiles_before = jnp.where(seq > 0, tile_ends[seq - 1], 0)
-        offset = (index - tiles_before) * q_tile  # of the tile in its chunk
+        offset = (index - tiles_before) * Q_TILE  # of the tile in its chunk
         start = cu_q_lens[seq] + offset
-        queries = jax.lax.dynamic_slice_in_dim(padded_q, start, q_tile)  # [Q, H, D]
-        queries = queries.reshape(q_tile, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-        queries = queries.reshape(num_kv_heads, group * q_tile, head_dim)
-        valid = offset + jnp.arange(q_tile) < q_lens[seq]
-        position = context_lens[seq] + offset + jnp.arange(q_tile)
-        end = context_lens[seq] + jnp.minimum(offset + q_tile, q_lens[seq])
+        queries = jax.lax.dynamic_slice_in_dim(padded_q, start, Q_TILE)  # [Q, H, D]
+        queries = queries.reshape(Q_TILE, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+        queries = queries.reshape(num_kv_heads, group * Q_TILE, head_dim)
+        valid = offset + jnp.arange(Q_TILE) < q_lens[seq]
+        position = context_lens[seq] + offset + jnp.arange(Q_TILE)
+        end = context_lens[seq] + jnp.minimum(offset + Q_TILE, q_lens[seq])
         blocks_of_seq = table[seq]
 
         def attend_kv_tile(carry):
@@ -83,25 +82,25 @@ def prefill_attention(
             first = jnp.maximum(context_lens[seq] + offset + 1 - window, 0) // kv_tile
         begin = (
             first,
-            jnp.full((num_kv_heads, group * q_tile), _NO_KEY, jnp.float32),
-            jnp.zeros((num_kv_heads, group * q_tile), jnp.float32),
-            jnp.zeros((num_kv_heads, group * q_tile, head_dim), jnp.float32),
+            jnp.full((num_kv_heads, group * Q_TILE), _NO_KEY, jnp.float32),
+            jnp.zeros((num_kv_heads, group * Q_TILE), jnp.float32),
+            jnp.zeros((num_kv_heads, group * Q_TILE, head_dim), jnp.float32),
         )
         num_kv_tiles = (end + kv_tile - 1) // kv_tile
         _, m, l, acc = jax.lax.while_loop(lambda carry: carry[0] < num_kv_tiles, attend_kv_tile, begin)
 
-        tile_out = (acc / jnp.maximum(l, 1e-30)[..., None]).reshape(num_kv_heads, group, q_tile, head_dim)
-        tile_out = tile_out.transpose(2, 0, 1, 3).reshape(q_tile, num_heads, head_dim).astype(q.dtype)
+        tile_out = (acc / jnp.maximum(l, 1e-30)[..., None]).reshape(num_kv_heads, group, Q_TILE, head_dim)
+        tile_out = tile_out.transpose(2, 0, 1, 3).reshape(Q_TILE, num_heads, head_dim).astype(q.dtype)
         tile_lse = jnp.where(l > 0, m + jnp.log(jnp.maximum(l, 1e-30)), -jnp.inf)
-        tile_lse = tile_lse.reshape(num_kv_heads, group, q_tile).transpose(2, 0, 1).reshape(q_tile, num_heads)
+        tile_lse = tile_lse.reshape(num_kv_heads, group, Q_TILE).transpose(2, 0, 1).reshape(Q_TILE, num_heads)
         # Rows past the chunk belong to the next one: keep what is there.
-        old_out = jax.lax.dynamic_slice_in_dim(out, start, q_tile)
-        old_lse = jax.lax.dynamic_slice_in_dim(lse, start, q_tile)
+        old_out = jax.lax.dynamic_slice_in_dim(out, start, Q_TILE)
+        old_lse = jax.lax.dynamic_slice_in_dim(lse, start, Q_TILE)
         tile_out = jnp.where(valid[:, None, None], tile_out, old_out)
         tile_lse = jnp.where(valid[:, None], tile_lse, old_lse)
         out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, axis=0)
         return out, jax.lax.dynamic_update_slice_in_dim(lse, tile_lse, start, axis=0)
 
-    nothing = (jnp.zeros_like(padded_q), jnp.full((num_tokens + q_tile, num_heads), -jnp.inf, jnp.float32))
+    nothing = (jnp.zeros_like(padded_q), jnp.full((num_tokens + Q_TILE, num_heads), -jnp.inf, jnp.float32))
     out, lse = jax.lax.fori_loop(0, tile_ends[-1], attend_q_tile, nothing)
     return AttentionOutput(out[:num_tokens], lse[:num_tokens])
