@@ -31,18 +31,18 @@ def decode_attention(
         if window is not None:
             seen &= position >= seq_lens[:, None] - window
 
-        def tokens(stored: jax.Array) -> jax.Array:  # [S, K, tile, D]; an unseen slot may hold anything, NaN too
+        def tokens(stored: jax.Array) -> jax.Array:  # [S, K, tile, D]
             gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(1, 2)
-            gathered = gathered.reshape(num_rows, num_kv_heads, tile, head_dim)
-            return jnp.where(seen[:, None, :, None], gathered, 0)
+            return gathered.reshape(num_rows, num_kv_heads, tile, head_dim)
 
         logits = jnp.einsum("skgd,sktd->skgt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
-        logits = jnp.where(seen[:, None, None, :], logits, _NO_KEY)
+        logits = jnp.where(seen[:, None, None, :], logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
         m_new = jnp.maximum(m, logits.max(axis=-1))
-        p = jnp.where(seen[:, None, None, :], jnp.exp(logits - m_new[..., None]), 0.0)
+        p = jnp.exp(logits - m_new[..., None])
         shrink = jnp.exp(m - m_new)
         l = l * shrink + p.sum(axis=-1)
-        pv = jnp.einsum("skgt,sktd->skgd", p.astype(q.dtype), tokens(kv.v), preferred_element_type=jnp.float32)
+        v = jnp.where(seen[:, None, :, None], tokens(kv.v), 0)  # an unseen slot may hold anything, and 0 * NaN is NaN
+        pv = jnp.einsum("skgt,sktd->skgd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return index + 1, m_new, l, acc * shrink[..., None] + pv
 
     group = num_heads // num_kv_heads
