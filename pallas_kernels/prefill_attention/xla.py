@@ -10,9 +10,13 @@ import jax.numpy as jnp
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.layer_kv import LayerKV
 
-# With 128 a chunk of 512 takes 11.7 ms instead of 12.6 on XLA:CPU (9 heads of 64), but 16 chunks of 32 fill such tiles
-# badly and take twice as long.
-Q_TILE = 64
+# Large query tiles run fewer loop steps, but short chunks fill them badly. XLA:CPU, 9 heads of 64: a chunk of 512 takes
+# 11.7 ms with 128 and 12.6 with 64; 16 chunks of 32 behind a prefix take half as long with 64 as with 128.
+LARGE_Q_TILE, SMALL_Q_TILE = 128, 32
+# A large tile costs about as much as so many small ones.
+_SMALL_TILES = 3
+# Fewer rows of a matmul would not be rounded as many are (models.layers and BUILD_NOTES.md).
+_LEAST_MATMUL_ROWS = 64
 KV_TILE = 128
 _NO_KEY = -1e30
 
@@ -34,73 +38,84 @@ def prefill_attention(
     tile_blocks = max(1, KV_TILE // block_size)
     kv_tile = tile_blocks * block_size
     table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % tile_blocks)))
-    # A tile may start at the last token: keep the slices in bounds.
-    padded_q = jnp.pad(q, ((0, Q_TILE), (0, 0), (0, 0)))
-
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    tile_ends = jnp.cumsum((q_lens + Q_TILE - 1) // Q_TILE)  # [R] query tiles up to and including sequence r
+    small = max(SMALL_Q_TILE, _LEAST_MATMUL_ROWS // group)
 
-    def attend_q_tile(index, carry):
-        out, lse = carry
-        seq = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
-        tiles_before = jnp.where(seq > 0, tile_ends[seq - 1], 0)
-        offset = (index - tiles_before) * Q_TILE  # of the tile in its chunk
-        start = cu_q_lens[seq] + offset
-        queries = jax.lax.dynamic_slice_in_dim(padded_q, start, Q_TILE)  # [Q, H, D]
-        queries = queries.reshape(Q_TILE, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-        queries = queries.reshape(num_kv_heads, group * Q_TILE, head_dim)
-        valid = offset + jnp.arange(Q_TILE) < q_lens[seq]
-        position = context_lens[seq] + offset + jnp.arange(Q_TILE)
-        end = context_lens[seq] + jnp.minimum(offset + Q_TILE, q_lens[seq])
-        blocks_of_seq = table[seq]
+    def num_tiles(q_tile: int) -> jax.Array:
+        return jnp.sum((q_lens + q_tile - 1) // q_tile)
 
-        def attend_kv_tile(carry):
-            kv_index, m, l, acc = carry
-            blocks = jax.lax.dynamic_slice_in_dim(blocks_of_seq, kv_index * tile_blocks, tile_blocks)
-            kv_position = kv_index * kv_tile + jnp.arange(kv_tile)
-            owned = kv_position < end
+    def attend(q_tile: int) -> AttentionOutput:
+        # A tile may start at the last token: keep the slices in bounds.
+        padded_q = jnp.pad(q, ((0, q_tile), (0, 0), (0, 0)))
 
-            def tokens(stored: jax.Array) -> jax.Array:  # [K, tile, D]
-                gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(0, 1)
-                return gathered.reshape(num_kv_heads, kv_tile, head_dim)
+        tile_ends = jnp.cumsum((q_lens + q_tile - 1) // q_tile)  # [R] query tiles up to and including sequence r
 
-            seen = kv_position <= position[:, None]  # [Q, tile]
+        def attend_q_tile(index, carry):
+            out, lse = carry
+            seq = jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32)
+            tiles_before = jnp.where(seq > 0, tile_ends[seq - 1], 0)
+            offset = (index - tiles_before) * q_tile  # of the tile in its chunk
+            start = cu_q_lens[seq] + offset
+            queries = jax.lax.dynamic_slice_in_dim(padded_q, start, q_tile)  # [Q, H, D]
+            queries = queries.reshape(q_tile, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+            queries = queries.reshape(num_kv_heads, group * q_tile, head_dim)
+            valid = offset + jnp.arange(q_tile) < q_lens[seq]
+            position = context_lens[seq] + offset + jnp.arange(q_tile)
+            end = context_lens[seq] + jnp.minimum(offset + q_tile, q_lens[seq])
+            blocks_of_seq = table[seq]
+
+            def attend_kv_tile(carry):
+                kv_index, m, l, acc = carry
+                blocks = jax.lax.dynamic_slice_in_dim(blocks_of_seq, kv_index * tile_blocks, tile_blocks)
+                kv_position = kv_index * kv_tile + jnp.arange(kv_tile)
+                owned = kv_position < end
+
+                def tokens(stored: jax.Array) -> jax.Array:  # [K, tile, D]
+                    gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(0, 1)
+                    return gathered.reshape(num_kv_heads, kv_tile, head_dim)
+
+                seen = kv_position <= position[:, None]  # [Q, tile]
+                if window is not None:
+                    seen &= kv_position > position[:, None] - window
+                seen = jnp.tile(seen, (group, 1))  # [G*Q, tile]
+                logits = jnp.einsum("kqd,ktd->kqt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
+                logits = jnp.where(seen, logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
+                m_new = jnp.maximum(m, logits.max(axis=-1))
+                p = jnp.exp(logits - m_new[..., None])
+                shrink = jnp.exp(m - m_new)
+                v = jnp.where(owned[:, None], tokens(kv.v), 0)  # an unowned slot may hold anything, and 0 * NaN is NaN
+                pv = jnp.einsum("kqt,ktd->kqd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
+                return kv_index + 1, m_new, l * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
+
+            first = jnp.int32(0)
             if window is not None:
-                seen &= kv_position > position[:, None] - window
-            seen = jnp.tile(seen, (group, 1))  # [G*Q, tile]
-            logits = jnp.einsum("kqd,ktd->kqt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
-            logits = jnp.where(seen, logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
-            m_new = jnp.maximum(m, logits.max(axis=-1))
-            p = jnp.exp(logits - m_new[..., None])
-            shrink = jnp.exp(m - m_new)
-            v = jnp.where(owned[:, None], tokens(kv.v), 0)  # an unowned slot may hold anything, and 0 * NaN is NaN
-            pv = jnp.einsum("kqt,ktd->kqd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
-            return kv_index + 1, m_new, l * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
+                first = jnp.maximum(context_lens[seq] + offset + 1 - window, 0) // kv_tile
+            begin = (
+                first,
+                jnp.full((num_kv_heads, group * q_tile), _NO_KEY, jnp.float32),
+                jnp.zeros((num_kv_heads, group * q_tile), jnp.float32),
+                jnp.zeros((num_kv_heads, group * q_tile, head_dim), jnp.float32),
+            )
+            num_kv_tiles = (end + kv_tile - 1) // kv_tile
+            _, m, l, acc = jax.lax.while_loop(lambda carry: carry[0] < num_kv_tiles, attend_kv_tile, begin)
 
-        first = jnp.int32(0)
-        if window is not None:
-            first = jnp.maximum(context_lens[seq] + offset + 1 - window, 0) // kv_tile
-        begin = (
-            first,
-            jnp.full((num_kv_heads, group * Q_TILE), _NO_KEY, jnp.float32),
-            jnp.zeros((num_kv_heads, group * Q_TILE), jnp.float32),
-            jnp.zeros((num_kv_heads, group * Q_TILE, head_dim), jnp.float32),
-        )
-        num_kv_tiles = (end + kv_tile - 1) // kv_tile
-        _, m, l, acc = jax.lax.while_loop(lambda carry: carry[0] < num_kv_tiles, attend_kv_tile, begin)
+            tile_out = (acc / jnp.maximum(l, 1e-30)[..., None]).reshape(num_kv_heads, group, q_tile, head_dim)
+            tile_out = tile_out.transpose(2, 0, 1, 3).reshape(q_tile, num_heads, head_dim).astype(q.dtype)
+            tile_lse = jnp.where(l > 0, m + jnp.log(jnp.maximum(l, 1e-30)), -jnp.inf)
+            tile_lse = tile_lse.reshape(num_kv_heads, group, q_tile).transpose(2, 0, 1).reshape(q_tile, num_heads)
+            # Rows past the chunk belong to the next one: keep what is there.
+            old_out = jax.lax.dynamic_slice_in_dim(out, start, q_tile)
+            old_lse = jax.lax.dynamic_slice_in_dim(lse, start, q_tile)
+            tile_out = jnp.where(valid[:, None, None], tile_out, old_out)
+            tile_lse = jnp.where(valid[:, None], tile_lse, old_lse)
+            out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, axis=0)
+            return out, jax.lax.dynamic_update_slice_in_dim(lse, tile_lse, start, axis=0)
 
-        tile_out = (acc / jnp.maximum(l, 1e-30)[..., None]).reshape(num_kv_heads, group, Q_TILE, head_dim)
-        tile_out = tile_out.transpose(2, 0, 1, 3).reshape(Q_TILE, num_heads, head_dim).astype(q.dtype)
-        tile_lse = jnp.where(l > 0, m + jnp.log(jnp.maximum(l, 1e-30)), -jnp.inf)
-        tile_lse = tile_lse.reshape(num_kv_heads, group, Q_TILE).transpose(2, 0, 1).reshape(Q_TILE, num_heads)
-        # Rows past the chunk belong to the next one: keep what is there.
-        old_out = jax.lax.dynamic_slice_in_dim(out, start, Q_TILE)
-        old_lse = jax.lax.dynamic_slice_in_dim(lse, start, Q_TILE)
-        tile_out = jnp.where(valid[:, None, None], tile_out, old_out)
-        tile_lse = jnp.where(valid[:, None], tile_lse, old_lse)
-        out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, axis=0)
-        return out, jax.lax.dynamic_update_slice_in_dim(lse, tile_lse, start, axis=0)
+        nothing = (jnp.zeros_like(padded_q), jnp.full((num_tokens + q_tile, num_heads), -jnp.inf, jnp.float32))
+        out, lse = jax.lax.fori_loop(0, tile_ends[-1], attend_q_tile, nothing)
+        return AttentionOutput(out[:num_tokens], lse[:num_tokens])
 
-    nothing = (jnp.zeros_like(padded_q), jnp.full((num_tokens + Q_TILE, num_heads), -jnp.inf, jnp.float32))
-    out, lse = jax.lax.fori_loop(0, tile_ends[-1], attend_q_tile, nothing)
-    return AttentionOutput(out[:num_tokens], lse[:num_tokens])
+    if num_tokens < LARGE_Q_TILE:
+        return attend(small)
+    few_and_long = _SMALL_TILES * num_tiles(LARGE_Q_TILE) <= num_tiles(small)
+    return jax.lax.cond(few_and_long, lambda: attend(LARGE_Q_TILE), lambda: attend(small))

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.layer_kv import LayerKV
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import prefill_attention, xla
 from pallas_kernels.prefill_attention.cases import (
     PREFILL_CASES,
     PrefillCase,
@@ -54,6 +54,18 @@ def test_xla_equals_reference_and_sees_no_poison(case):
     assert len(actual.out) == end + case.num_padding > end
     assert (actual.out[end:] == 0).all() and (actual.lse[end:] == -np.inf).all()
     assert np.isfinite(actual.lse[:end]).all() and (np.abs(actual.out[:end]).max(axis=(1, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+@pytest.mark.parametrize("chunks", [((100, 256),), ((0, 130), (77, 125)), ((40, 25),) * 8], ids=["one", "two", "eight"])
+def test_long_and_short_chunks_in_tiles_of_their_own_size(chunks, num_kv_heads):
+    """One or two long chunks take the large query tiles, eight short ones the small."""
+    case = PrefillCase(chunks, num_kv_heads=num_kv_heads, window=90)
+    inputs = prefill_inputs(case)
+    assert len(inputs.q) >= xla.LARGE_Q_TILE
+    actual = run(case, inputs)
+    assert np.isfinite(actual.out).all(), "a poisoned slot was read"
+    assert_close(case, actual, run(case, inputs, "reference"))
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES[::4], ids=str)
