@@ -24,7 +24,6 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-import jaxkv
 import pallas_kernels
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,8 @@ class ExecutableStore:
 def _world() -> str:
     """Everything but the description that the machine code depends on."""
     source = hashlib.sha256()
-    for package in (jaxkv, pallas_kernels):
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+    for package in (Path(__file__).parents[1], Path(pallas_kernels.__file__).parent):
+        for path in sorted(package.rglob("*.py")):
             source.update(path.read_bytes())
     device = jax.devices()[0]
     parts = [
