@@ -50,7 +50,9 @@ class ExecutableStore:
         if path is None or not path.is_file():
             return None
         try:
-            executable = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            stored = pickle.loads(path.read_bytes())
+            # One device, as compiled for: unless told, all of a machine's devices are meant.
+            executable = serialize_executable.deserialize_and_load(*stored, execution_devices=jax.devices()[:1])
             os.utime(path)
             return executable
         except Exception as error:  # damaged, or from another world in spite of its name: compiling is always right

@@ -37,7 +37,7 @@ from pallas_kernels.block_copy import block_copy
 MAX_COPIES = 16
 
 Work = tuple[str, int | None]
-"""A step function ("update", "adjust", "copy", "prefill", "decode") and its bucket."""
+"""A step function, as `Programs.lower` names them, and its bucket."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Executables on disk: found again without tracing, and never in place of another."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -146,3 +148,16 @@ def no_compilation_cache():
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_machine_with_several_devices_loads_for_one(tmp_path):
+    program = (
+        "import jax, jax.numpy as jnp\n"
+        "from jaxkv.execution.executable_store import ExecutableStore\n"
+        f"store = ExecutableStore({str(tmp_path)!r})\n"
+        "store.save('two', jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile())\n"
+        "print(len(jax.devices()), store.load('two')(jnp.arange(3.0)).tolist())\n"
+    )
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split("\n")[0] == "4 [0.0, 2.0, 4.0]", done.stderr
