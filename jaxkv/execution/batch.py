@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxkv.core.plan import PrefillChunk
 from jaxkv.execution.decode_state import NO_TOKEN
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV
@@ -78,7 +79,7 @@ class PrefillAttention:
     implementation: str = dataclasses.field(metadata={"static": True})
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
-        return kv_write(kv, k, v, self.slots)
+        return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
     def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
         return prefill_attention(
@@ -87,8 +88,7 @@ class PrefillAttention:
             self.block_table,
             self.cu_q_lens,
             self.context_lens,
-            scale=scale,
-            window=window,
+            AttentionOptions(scale, window),
             implementation=self.implementation,
         ).out
 
@@ -104,7 +104,7 @@ class DecodeAttention:
     implementation: str = dataclasses.field(metadata={"static": True})
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
-        return kv_write(kv, k, v, self.slots)
+        return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
     def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
         return decode_attention(
@@ -112,7 +112,6 @@ class DecodeAttention:
             kv,
             self.block_table,
             self.seq_lens,
-            scale=scale,
-            window=window,
+            AttentionOptions(scale, window),
             implementation=self.implementation,
         ).out

@@ -143,7 +143,9 @@ class Programs:
             max_steps = shapes.limits.max_decode_steps
             return decode_steps(merge(weights), cache, state, rows, num_steps, max_steps=max_steps, **options)
 
-        copy_in_layer = jax.jit(block_copy)  # traced once, not L times
+        copy_in_layer = jax.jit(
+            functools.partial(block_copy, implementation=shapes.implementation)
+        )  # traced once, not L times
 
         def copy_blocks(cache, src, dst, num_tokens):
             return KVCache(tuple(copy_in_layer(kv, src, dst, num_tokens) for kv in cache.layers))

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.attention_output import AttentionOutput, soft_capped
+from pallas_kernels.layer_kv import LayerKV, gather_tokens
 
 # Tokens a tile. The loop's trip count follows the real lengths, so nobody pays for a padded table.
 TILE = 128
@@ -13,43 +14,56 @@ _NO_KEY = -1e30
 
 
 def decode_attention(
-    q: jax.Array, kv: LayerKV, block_table: jax.Array, seq_lens: jax.Array, *, scale: float, window: int | None = None
+    q: jax.Array,
+    kv: LayerKV,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    options: AttentionOptions,
+    kv_starts: jax.Array | None = None,
 ) -> AttentionOutput:
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.k.shape[1], kv.block_size
+    num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
     tile_blocks = max(1, TILE // block_size)
     tile = tile_blocks * block_size
     padding = -block_table.shape[1] % tile_blocks
     table = jnp.pad(block_table, ((0, 0), (0, padding)))
     queries = q.reshape(num_rows, num_kv_heads, -1, head_dim)
+    if options.window is not None:
+        in_window = jnp.maximum(seq_lens - options.window, 0)
+        kv_starts = in_window if kv_starts is None else jnp.maximum(kv_starts, in_window)
 
     def attend_tile(carry):
         index, m, l, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(table, index * tile_blocks, tile_blocks, axis=1)  # [S, B]
         position = index * tile + jnp.arange(tile)
         seen = position < seq_lens[:, None]  # [S, tile]
-        if window is not None:
-            seen &= position >= seq_lens[:, None] - window
+        if kv_starts is not None:
+            seen &= position >= kv_starts[:, None]
 
-        def tokens(stored: jax.Array) -> jax.Array:  # [S, K, tile, D]
-            gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(1, 2)
-            return gathered.reshape(num_rows, num_kv_heads, tile, head_dim)
-
-        logits = jnp.einsum("skgd,sktd->skgt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
+        tokens = gather_tokens(kv, blocks)
+        k = tokens.k.astype(q.dtype)  # [S, K, tile, D]
+        logits = jnp.einsum("skgd,sktd->skgt", queries, k, preferred_element_type=jnp.float32) * options.scale
+        if tokens.k_scale is not None:
+            logits *= tokens.k_scale[:, :, None, :]
+        logits = soft_capped(logits, options.soft_cap)
         logits = jnp.where(seen[:, None, None, :], logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
         m_new = jnp.maximum(m, logits.max(axis=-1))
         p = jnp.exp(logits - m_new[..., None])
         shrink = jnp.exp(m - m_new)
         l = l * shrink + p.sum(axis=-1)
-        v = jnp.where(seen[:, None, :, None], tokens(kv.v), 0)  # an unseen slot may hold anything, and 0 * NaN is NaN
+        v = tokens.v.astype(q.dtype)  # an unseen slot may hold anything, and 0 * NaN is NaN
+        if tokens.v_scale is None:
+            v = jnp.where(seen[:, None, :, None], v, 0)
+        else:
+            p *= jnp.where(seen[:, None, :], tokens.v_scale.astype(jnp.float32), 0)[:, :, None, :]
         pv = jnp.einsum("skgt,sktd->skgd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return index + 1, m_new, l, acc * shrink[..., None] + pv
 
     group = num_heads // num_kv_heads
     last_tile = (jnp.max(seq_lens) + tile - 1) // tile
     first_tile = jnp.int32(0)
-    if window is not None:
-        first_tile = jnp.min(jnp.where(seq_lens > 0, jnp.maximum(seq_lens - window, 0) // tile, last_tile))
+    if kv_starts is not None:
+        first_tile = jnp.min(jnp.where(seq_lens > 0, kv_starts // tile, last_tile))
     start = (
         first_tile,
         jnp.full((num_rows, num_kv_heads, group), _NO_KEY, jnp.float32),

@@ -5,21 +5,22 @@ import jax
 from pallas_kernels.kv_write import xla
 from pallas_kernels.layer_kv import LayerKV
 
+_IMPLEMENTATIONS = {"xla": xla.kv_write, "reference": xla.kv_write}
 
-def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
+
+def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array, *, implementation: str = "xla") -> LayerKV:
     """Store token i's rotated key and value in flat place `slots[i]`.
 
     Args:
       kv: the layer's blocks; donated by the caller's jit, so that the write is in place.
-      k, v: [T, K, D], converted to the stored dtype.
+      k, v: [T, K, D], converted to the stored format (see kv_format).
       slots: i32[T], block_id * block_size + offset. Padding names a slot of the null block (0 <= slot < block_size).
         Slots outside the null block are distinct.
 
     Returns:
       The blocks with those slots replaced and every other slot of a block other than 0 untouched.
     """
-    num_blocks, num_kv_heads, _, head_dim = kv.k.shape
-    expected = (slots.shape[0], num_kv_heads, head_dim)
+    expected = (slots.shape[0], kv.num_kv_heads, kv.head_dim)
     if k.shape != expected or v.shape != expected:
         raise ValueError(f"Expected {k.shape=} and {v.shape=} to equal {expected=} for {kv.k.shape=}, {slots.shape=}")
-    return xla.kv_write(kv, k, v, slots)
+    return _IMPLEMENTATIONS[implementation](kv, k, v, slots)

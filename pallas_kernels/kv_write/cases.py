@@ -1,16 +1,18 @@
 """Random contents in scattered blocks, shared by tests and benchmarks of every operation.
 
 Pools are laid out by numpy loops, independently of kv_write. Everything that no row owns is poison: the null block,
-free blocks and the slots after a row's end hold NaN, so that an operation that reads one too many shows it.
+free blocks and the slots after a row's end hold NaN (int8: 127 with an infinite scale), so that an operation that reads
+one too many shows it.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
 
 # Block tables are longer than any row needs; the surplus entries name blocks of other rows, or free ones.
 _SURPLUS_COLUMNS = 2
@@ -18,11 +20,12 @@ _FREE_BLOCKS = 3
 
 
 class PagedRows(NamedTuple):
-    """Rows of keys and values, once as blocks and once as plain sequences (for oracles that know no blocks)."""
+    """Rows of keys and values, once as blocks and once as plain sequences (for oracles that know no blocks): the stored
+    numbers, dequantised where they are quantised."""
 
     kv: LayerKV
     block_table: np.ndarray  # i32[S, M]
-    k: list[np.ndarray]  # S arrays [seq_len, K, D], in the stored dtype
+    k: list[np.ndarray]  # S arrays [seq_len, K, D]
     v: list[np.ndarray]
 
 
@@ -33,7 +36,7 @@ def paged_rows(
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
-    dtype: str,
+    kv_format: str,
     num_shared: int = 0,
 ) -> PagedRows:
     """Rows of normal random tokens in randomly permuted blocks.
@@ -47,24 +50,69 @@ def paged_rows(
     num_blocks = 1 + sum(counts) - shared_blocks + _FREE_BLOCKS
     order = list(1 + rng.permutation(num_blocks - 1))
     table = rng.choice(order, (len(seq_lens), max(counts) + _SURPLUS_COLUMNS)).astype(np.int32)
-    np_dtype = jnp.dtype(dtype)
-    pool_k = np.full((num_blocks, num_kv_heads, block_size, head_dim), np.nan, np_dtype)
-    pool_v = pool_k.copy()
+    pool = poisoned_pool(num_blocks, num_kv_heads, block_size, head_dim, kv_format)
     rows_k, rows_v = [], []
     for row, (seq_len, count) in enumerate(zip(seq_lens, counts, strict=True)):
         shape = (seq_len, num_kv_heads, head_dim)
-        k, v = (rng.standard_normal(shape, np.float32).astype(np_dtype) for _ in range(2))
+        k, v = (rng.standard_normal(shape, np.float32) for _ in range(2))
         blocks = [order.pop() for _ in range(count - (shared_blocks if row == len(seq_lens) - 1 else 0))]
         if row == len(seq_lens) - 1 and shared_blocks:
             k[:num_shared], v[:num_shared] = rows_k[-1][:num_shared], rows_v[-1][:num_shared]
             blocks = [*table[row - 1, :shared_blocks], *blocks]
-        for position in range(seq_len):
+        first = num_shared if row == len(seq_lens) - 1 else 0  # what is shared is stored already
+        for position in range(first, seq_len):
             block, offset = blocks[position // block_size], position % block_size
-            pool_k[block, :, offset], pool_v[block, :, offset] = k[position], v[position]
+            k[position], v[position] = store_token(pool, block, offset, k[position], v[position])
         table[row, :count] = blocks
         rows_k.append(k)
         rows_v.append(v)
-    return PagedRows(LayerKV(jnp.asarray(pool_k), jnp.asarray(pool_v)), table, rows_k, rows_v)
+    return PagedRows(jax.tree.map(jnp.asarray, pool), table, rows_k, rows_v)
+
+
+def random_pool(
+    rng: np.random.Generator, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str
+) -> LayerKV:
+    """Stored numbers and scales of any kind."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.int8:
+            return jnp.asarray(rng.integers(-127, 128, x.shape, np.int8))
+        return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
+
+    return jax.tree.map(fill, empty_layer_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_format))
+
+
+def poisoned_pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str) -> LayerKV:
+    """Numpy arrays that nobody should read."""
+    pool = jax.tree.map(np.array, empty_layer_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_format))
+    if pool.format.is_quantized:
+        pool.k[:], pool.v[:], pool.k_scale[:], pool.v_scale[:] = 127, 127, np.inf, np.inf
+    else:
+        pool.k[:], pool.v[:] = np.nan, np.nan
+    return pool
+
+
+def store_token(pool: LayerKV, block: int, offset: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put f32[K, D] keys and values into a pool of numpy arrays; what can be read back, float32.
+
+    Written out in numpy, apart from kv_format: the scale is the smallest bfloat16 that is not below absmax / 127.
+    """
+    if not pool.format.is_quantized:
+        pool.k[block, :, offset], pool.v[block, :, offset] = k, v
+        return pool.k[block, :, offset].astype(np.float32), pool.v[block, :, offset].astype(np.float32)
+    real = []
+    for x, stored, scales in (
+        (k, pool.k[block, :, offset], pool.k_scale),
+        (v, pool.v[block, :, :, offset], pool.v_scale),
+    ):
+        exact = np.abs(x).max(axis=-1) * np.float32(1 / 127)
+        scale = exact.astype(scales.dtype)
+        scale = np.where(scale < exact, np.nextafter(scale, scale.dtype.type(np.inf)), scale)
+        wide = scale.astype(np.float32)[:, None]
+        stored[:] = np.rint(x * (np.float32(1) / wide)).clip(-127, 127)
+        scales[block, :, offset] = scale
+        real.append(stored.astype(np.float32) * wide)
+    return real[0], real[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +123,7 @@ class KVWriteCase:
     num_kv_heads: int = 2
     head_dim: int = 64
     dtype: str = "float32"
-    kv_dtype: str = "float32"
+    kv_format: str = "float32"
     num_tokens: int = 70
     num_padding: int = 5
 
@@ -93,21 +141,22 @@ def kv_write_inputs(case: KVWriteCase, seed: int = 0) -> KVWriteInputs:
     rng = np.random.default_rng(seed)
     total = case.num_tokens + case.num_padding
     num_blocks = 2 + 2 * case.num_tokens // case.block_size
-    shape = (num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
-    pool = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.dtype(case.kv_dtype)) for _ in range(2)]
+    pool = random_pool(rng, num_blocks, case.num_kv_heads, case.block_size, case.head_dim, case.kv_format)
     tokens_shape = (total, case.num_kv_heads, case.head_dim)
     k, v = (rng.standard_normal(tokens_shape, np.float32).astype(jnp.dtype(case.dtype)) for _ in range(2))
     slots = case.block_size + rng.permutation((num_blocks - 1) * case.block_size)[:total]
     is_padding = rng.permutation(total) < case.num_padding
     slots[is_padding] %= case.block_size
-    return KVWriteInputs(LayerKV(*pool), k, v, slots.astype(np.int32), is_padding)
+    return KVWriteInputs(pool, k, v, slots.astype(np.int32), is_padding)
 
 
 KV_WRITE_CASES = (
     KVWriteCase(block_size=8, num_kv_heads=4, dtype="float32"),
-    KVWriteCase(block_size=16, num_kv_heads=1, head_dim=80, dtype="bfloat16", kv_dtype="bfloat16"),
-    KVWriteCase(block_size=32, num_kv_heads=3, head_dim=128, dtype="float16", kv_dtype="float16"),
-    KVWriteCase(block_size=64, dtype="float32", kv_dtype="bfloat16"),
+    KVWriteCase(block_size=16, num_kv_heads=1, head_dim=80, dtype="bfloat16", kv_format="bfloat16"),
+    KVWriteCase(block_size=32, num_kv_heads=3, head_dim=128, dtype="float16", kv_format="float16"),
+    KVWriteCase(block_size=64, dtype="float32", kv_format="bfloat16"),
     KVWriteCase(block_size=128, num_tokens=1, num_padding=0),
+    KVWriteCase(block_size=16, num_kv_heads=3, dtype="float32", kv_format="int8"),
+    KVWriteCase(block_size=64, head_dim=128, dtype="bfloat16", kv_format="int8"),
     KVWriteCase(num_tokens=0, num_padding=6),
 )

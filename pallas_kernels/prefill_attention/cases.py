@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode_attention.cases import spread
+from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.decode_attention.cases import drawn
 from pallas_kernels.kv_write.cases import PagedRows, paged_rows
 
 
@@ -22,17 +23,30 @@ class PrefillCase:
     num_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 64
-    dtype: str = "float32"
+    dtype: str = "float32"  # of the queries
     window: int | None = None
     num_padding: int = 9
+    kv_format: str | None = None  # that of the queries unless told
+    soft_cap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
 
     @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
+    def stored(self) -> str:
+        return self.kv_format or self.dtype
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.scale or self.head_dim**-0.5, self.window, self.soft_cap)
 
     def __str__(self) -> str:
         heads = f"{self.num_heads}/{self.num_kv_heads}"
-        return f"P{self.block_size}-H{heads}-D{self.head_dim}-{self.dtype}-W{self.window}"
+        extras = (
+            f"-W{self.window}" * bool(self.window)
+            + f"-cap{self.soft_cap}" * bool(self.soft_cap)
+            + "-sinks" * self.sinks
+        )
+        return f"P{self.block_size}-H{heads}-D{self.head_dim}-{self.dtype}-{self.stored}{extras}"
 
 
 class PrefillInputs(NamedTuple):
@@ -40,6 +54,7 @@ class PrefillInputs(NamedTuple):
     rows: PagedRows
     cu_q_lens: np.ndarray  # i32[R + 1]
     context_lens: np.ndarray  # i32[R]
+    sinks: np.ndarray | None  # f32[H]
 
 
 def prefill_inputs(case: PrefillCase, seed: int = 0) -> PrefillInputs:
@@ -51,7 +66,7 @@ def prefill_inputs(case: PrefillCase, seed: int = 0) -> PrefillInputs:
         block_size=case.block_size,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
-        dtype=case.dtype,
+        kv_format=case.stored,
         num_shared=128 if len(seq_lens) > 1 and min(seq_lens[-2:]) > 128 else 0,
     )
     query_lens = [query for _, query in case.chunks]
@@ -62,6 +77,7 @@ def prefill_inputs(case: PrefillCase, seed: int = 0) -> PrefillInputs:
         rows,
         np.cumsum([0, *query_lens]).astype(np.int32),
         np.asarray([context for context, _ in case.chunks], np.int32),
+        rng.standard_normal(case.num_heads, np.float32) if case.sinks else None,
     )
 
 
@@ -71,4 +87,4 @@ def edge_chunks(block_size: int) -> tuple[tuple[int, int], ...]:
     return ((0, 1), (0, 0), (0, p - 1), (p, 2), (p - 1, 1), (127, 2), (0, 0), (0, 65), (129, 40), (130, 1))
 
 
-PREFILL_CASES = tuple(PrefillCase(edge_chunks(s["block_size"]), **s) for s in map(spread, range(0, 60, 7)))
+PREFILL_CASES = tuple(PrefillCase(edge_chunks(s["block_size"]), **s) for s in drawn(10, seed=1))

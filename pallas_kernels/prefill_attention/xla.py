@@ -7,8 +7,9 @@ token's output does not depend on how its prompt was cut into chunks.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.attention_output import AttentionOutput, soft_capped
+from pallas_kernels.layer_kv import LayerKV, gather_tokens
 
 # Large query tiles run fewer loop steps, but short chunks fill them badly. XLA:CPU, 9 heads of 64: a chunk of 512 takes
 # 11.7 ms with 128 and 12.6 with 64; 16 chunks of 32 behind a prefix take half as long with 64 as with 128.
@@ -27,13 +28,12 @@ def prefill_attention(
     block_table: jax.Array,
     cu_q_lens: jax.Array,
     context_lens: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
+    options: AttentionOptions,
+    kv_lens: jax.Array | None = None,
 ) -> AttentionOutput:
     cu_q_lens, context_lens = jnp.asarray(cu_q_lens), jnp.asarray(context_lens)  # traced indices need jax arrays
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.k.shape[1], kv.block_size
+    num_kv_heads, block_size, window = kv.num_kv_heads, kv.block_size, options.window
     group = num_heads // num_kv_heads
     tile_blocks = max(1, KV_TILE // block_size)
     kv_tile = tile_blocks * block_size
@@ -62,6 +62,8 @@ def prefill_attention(
             valid = offset + jnp.arange(q_tile) < q_lens[seq]
             position = context_lens[seq] + offset + jnp.arange(q_tile)
             end = context_lens[seq] + jnp.minimum(offset + q_tile, q_lens[seq])
+            if kv_lens is not None:
+                end = jnp.minimum(end, kv_lens[seq])
             blocks_of_seq = table[seq]
 
             def attend_kv_tile(carry):
@@ -70,22 +72,30 @@ def prefill_attention(
                 kv_position = kv_index * kv_tile + jnp.arange(kv_tile)
                 owned = kv_position < end
 
-                def tokens(stored: jax.Array) -> jax.Array:  # [K, tile, D]
-                    gathered = stored.at[blocks].get(mode="promise_in_bounds").swapaxes(0, 1)
-                    return gathered.reshape(num_kv_heads, kv_tile, head_dim)
-
+                tokens = gather_tokens(kv, blocks)  # [K, tile, D]
                 seen = kv_position <= position[:, None]  # [Q, tile]
+                if kv_lens is not None:
+                    seen &= owned
                 if window is not None:
                     seen &= kv_position > position[:, None] - window
                 seen = jnp.tile(seen, (group, 1))  # [G*Q, tile]
-                logits = jnp.einsum("kqd,ktd->kqt", queries, tokens(kv.k), preferred_element_type=jnp.float32) * scale
+                k = tokens.k.astype(q.dtype)
+                logits = jnp.einsum("kqd,ktd->kqt", queries, k, preferred_element_type=jnp.float32) * options.scale
+                if tokens.k_scale is not None:
+                    logits *= tokens.k_scale[:, None, :]
+                logits = soft_capped(logits, options.soft_cap)
                 logits = jnp.where(seen, logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
                 m_new = jnp.maximum(m, logits.max(axis=-1))
                 p = jnp.exp(logits - m_new[..., None])
                 shrink = jnp.exp(m - m_new)
-                v = jnp.where(owned[:, None], tokens(kv.v), 0)  # an unowned slot may hold anything, and 0 * NaN is NaN
+                l = l * shrink + p.sum(axis=-1)
+                v = tokens.v.astype(q.dtype)  # an unowned slot may hold anything, and 0 * NaN is NaN
+                if tokens.v_scale is None:
+                    v = jnp.where(owned[:, None], v, 0)
+                else:
+                    p *= jnp.where(owned, tokens.v_scale.astype(jnp.float32), 0)[:, None, :]
                 pv = jnp.einsum("kqt,ktd->kqd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
-                return kv_index + 1, m_new, l * shrink + p.sum(axis=-1), acc * shrink[..., None] + pv
+                return kv_index + 1, m_new, l, acc * shrink[..., None] + pv
 
             first = jnp.int32(0)
             if window is not None:

@@ -8,7 +8,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.control.engine import Engine

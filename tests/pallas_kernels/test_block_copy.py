@@ -15,12 +15,15 @@ class BlockCopyTest(chex.TestCase):
     def test_copies_heads_of_blocks_and_nothing_else(self, case: BlockCopyCase):
         inputs = block_copy_inputs(case)
         kv = self.variant(block_copy)(inputs.kv, inputs.src, inputs.dst, inputs.num_tokens)
-        for stored, pool in ((kv.k, inputs.kv.k), (kv.v, inputs.kv.v)):
-            before = np.asarray(pool)
-            expected = before.copy()
-            for src, dst, count in case.copies:
-                expected[dst, :, :count] = before[src, :, :count]
-            chex.assert_trees_all_equal(np.asarray(stored), expected)
+        before = jax.tree.map(np.asarray, inputs.kv)
+        expected = jax.tree.map(np.copy, before)
+        for src, dst, count in case.copies:
+            for name in ("k", "k_scale", "v_scale") + (() if before.format.is_quantized else ("v",)):
+                if (pool := getattr(before, name)) is not None:
+                    getattr(expected, name)[dst, :, :count] = pool[src, :, :count]
+            if before.format.is_quantized:
+                expected.v[dst, ..., :count] = before.v[src, ..., :count]
+        chex.assert_trees_all_equal(jax.tree.map(np.asarray, kv), expected)
 
 
 def test_copies_in_place_when_donated():

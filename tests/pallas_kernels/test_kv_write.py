@@ -2,21 +2,13 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
 
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.kv_write.cases import KV_WRITE_CASES, KVWriteCase, kv_write_inputs
-
-
-def expected_pool(pool: jax.Array, tokens: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    out = np.array(pool)
-    block_size = out.shape[2]
-    for token, slot in zip(tokens, slots, strict=True):
-        out[slot // block_size, :, slot % block_size] = token.astype(out.dtype)
-    return out
+from pallas_kernels.kv_write.cases import KV_WRITE_CASES, KVWriteCase, kv_write_inputs, store_token
+from pallas_kernels.layer_kv import empty_layer_kv
 
 
 class KVWriteTest(chex.TestCase):
@@ -24,15 +16,17 @@ class KVWriteTest(chex.TestCase):
     @parameterized.parameters(*[(case,) for case in KV_WRITE_CASES])
     def test_writes_named_slots_and_nothing_else(self, case: KVWriteCase):
         inputs = kv_write_inputs(case)
-        kv = self.variant(kv_write)(inputs.kv, inputs.k, inputs.v, inputs.slots)
-        assert kv.k.dtype == kv.v.dtype == jnp.dtype(case.kv_dtype)
-        for stored, pool, tokens in ((kv.k, inputs.kv.k, inputs.k), (kv.v, inputs.kv.v, inputs.v)):
-            expected = expected_pool(pool, tokens, inputs.slots)
-            # Padding may overwrite the null block in any order; every other block is exact.
-            chex.assert_trees_all_equal(np.asarray(stored)[1:], expected[1:])
-            changed = (np.asarray(stored) != np.asarray(pool)).any(axis=(1, 3)).reshape(-1)
-            own = inputs.slots[~inputs.is_padding]
-            assert set(np.flatnonzero(changed)) - set(range(case.block_size)) == set(own)
+        kv = jax.tree.map(np.asarray, self.variant(kv_write)(inputs.kv, inputs.k, inputs.v, inputs.slots))
+        before = jax.tree.map(np.asarray, inputs.kv)
+        expected = jax.tree.map(np.copy, before)
+        for slot, k, v in zip(inputs.slots, inputs.k, inputs.v, strict=True):
+            store_token(expected, slot // case.block_size, slot % case.block_size, np.float32(k), np.float32(v))
+        # Padding may overwrite the null block in any order; every other block is exact.
+        own_blocks = lambda pool: jax.tree.map(lambda x: x[1:], pool)  # noqa: E731
+        chex.assert_trees_all_equal(own_blocks(kv), own_blocks(expected))
+        changed = (kv.k != before.k).any(axis=(1, 3)).reshape(-1)
+        own = inputs.slots[~inputs.is_padding]
+        assert set(np.flatnonzero(changed)) - set(range(case.block_size)) == set(own)
 
     def test_keys_and_values_are_not_swapped(self):
         inputs = kv_write_inputs(KVWriteCase(num_padding=0))
@@ -43,11 +37,12 @@ class KVWriteTest(chex.TestCase):
         assert not np.array_equal(inputs.k[0], inputs.v[0])
 
 
-def test_writes_in_place_when_donated():
-    inputs = kv_write_inputs(KVWriteCase())
+@pytest.mark.parametrize("kv_format", ["float32", "int8"])
+def test_writes_in_place_when_donated(kv_format):
+    inputs = kv_write_inputs(KVWriteCase())._replace(kv=empty_layer_kv(64, 2, 16, 64, kv_format))
     compiled = jax.jit(kv_write, donate_argnums=0).lower(inputs.kv, inputs.k, inputs.v, inputs.slots).compile()
     memory = compiled.memory_analysis()
-    pool_bytes = inputs.kv.k.nbytes + inputs.kv.v.nbytes
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(inputs.kv))
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
 
