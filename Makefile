@@ -11,22 +11,30 @@ TESTS ?=
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: serve test test-slow oracle bench clean
+.PHONY: serve test test-slow gpu-build oracle bench clean
 
 serve: $(INSTALLED)
 	$(PY) scripts/serve.py --model=demo $(ARGS)
 
 # Everything that needs neither torch nor a model hub.
 test: $(INSTALLED)
-	$(PY) -m pytest -m "not slow" $(TESTS)
+	$(PY) -m pytest -m "not slow and not gpu_build" $(TESTS)
 
 test-slow: $(INSTALLED)
 	$(PY) -m pytest -m slow $(TESTS)
 
+# The GPU kernels and step functions, compiled for GPUs on any machine: tests of their machine code. A virtual environment of
+# its own, since JAX looks for a GPU at every start once the CUDA plugin is installed.
+gpu-build:
+	$(MAKE) VENV=$(VENV)-gpu_build EXTRAS=test,gpu_build gpu-build-tests
+
+gpu-build-tests: $(INSTALLED)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -m gpu_build $(TESTS)
+
 # Comparisons with transformers' torch models. Installs torch (see pyproject.toml).
 oracle: $(INSTALLED)
 	$(PY) -m pip install --quiet -e '.[oracle]'
-	$(PY) -m pytest -m "not slow" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+	$(PY) -m pytest -m "not slow and not gpu_build" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
 
 # The benchmarks at the settings that have targets, on an idle machine: some 25 minutes. With -k one goes on after a
 # target that was missed. One alone, with its flags: make bench-throughput ARGS='--quick --batch_sizes=1'
