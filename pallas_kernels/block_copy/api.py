@@ -1,11 +1,18 @@
 """Copy the head of blocks: copy-on-write of a partly matched prefix."""
 
+import functools
+
 import jax
 
-from pallas_kernels.block_copy import xla
+from pallas_kernels.block_copy import pallas_triton, reference, xla
 from pallas_kernels.layer_kv import LayerKV
 
-_IMPLEMENTATIONS = {"xla": xla.block_copy, "reference": xla.block_copy}
+_IMPLEMENTATIONS = {
+    "pallas_triton": pallas_triton.block_copy,
+    "pallas_triton_interpreted": functools.partial(pallas_triton.block_copy, interpret=True),
+    "xla": xla.block_copy,
+    "reference": reference.block_copy,
+}
 
 
 def block_copy(

@@ -1,11 +1,18 @@
 """Append keys and values to KV blocks."""
 
+import functools
+
 import jax
 
-from pallas_kernels.kv_write import xla
+from pallas_kernels.kv_write import pallas_triton, reference, xla
 from pallas_kernels.layer_kv import LayerKV
 
-_IMPLEMENTATIONS = {"xla": xla.kv_write, "reference": xla.kv_write}
+_IMPLEMENTATIONS = {
+    "pallas_triton": pallas_triton.kv_write,
+    "pallas_triton_interpreted": functools.partial(pallas_triton.kv_write, interpret=True),
+    "xla": xla.kv_write,
+    "reference": reference.kv_write,
+}
 
 
 def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array, *, implementation: str = "xla") -> LayerKV:

@@ -1,0 +1,29 @@
+"""The oracle: one token of one copy after the other, always out of the blocks as they were."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layer_kv import LayerKV
+
+
+def block_copy(kv: LayerKV, src: jax.Array, dst: jax.Array, num_tokens: jax.Array) -> LayerKV:
+    old = kv
+
+    def copy_token(i: jax.Array, kv: LayerKV) -> LayerKV:
+        copy, token = i // old.block_size, i % old.block_size
+
+        def put(new: jax.Array | None, old: jax.Array | None, transposed: bool = False) -> jax.Array | None:
+            if new is None:
+                return None
+            at = (slice(None), slice(None), token) if transposed else (slice(None), token)
+            moved = jnp.where(token < num_tokens[copy], old[src[copy], *at], new[dst[copy], *at])
+            return new.at[dst[copy], *at].set(moved)
+
+        return LayerKV(
+            put(kv.k, old.k),
+            put(kv.v, old.v, transposed=old.format.is_quantized),
+            put(kv.k_scale, old.k_scale),
+            put(kv.v_scale, old.v_scale),
+        )
+
+    return jax.lax.fori_loop(0, src.shape[0] * old.block_size, copy_token, kv)

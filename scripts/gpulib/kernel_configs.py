@@ -1,0 +1,87 @@
+"""The kernels that are judged by their machine code: one table, name -> how to call them.
+
+Names are operation/stored format/what else matters, and those of the tables in pallas_kernels/gpu_budgets.toml.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gpulib.census import census, launches
+from gpulib.deviceless import compile_for
+from gpulib.inventory import inventory
+from pallas_kernels.block_copy import block_copy
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """One kernel at one configuration.
+
+    Attributes:
+      kernel: its name in the executable.
+      call: the function, and its arguments as shapes.
+      donate: positions of donated arguments.
+      loop_kv_bytes: bytes of K, V and scales that a program reads in one turn of its innermost loop; None: no such loop.
+    """
+
+    kernel: str
+    call: Callable[[], tuple[Callable, tuple[Any, ...]]]
+    donate: tuple[int, ...] = ()
+    loop_kv_bytes: int | None = None
+
+
+def measure(name: str, target: str, dump: pathlib.Path) -> dict[str, float]:
+    """The inventory of a kernel of CONFIGS, compiled for a target; `dump` is emptied first."""
+    config = CONFIGS[name]
+    function, args = config.call()
+    # Spills are for the budgets to judge.
+    compile_for(target, function, *args, dump=dump, fail_on_spill=False, donate_argnums=config.donate)
+    launch = next(launch for launch in launches(dump) if launch.kernel == config.kernel)
+    return inventory(census(dump, config.kernel, target), launch, config.loop_kv_bytes)
+
+
+def shape(*dimensions: int, dtype="int32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dimensions, jnp.dtype(dtype))
+
+
+def pool(kv_format: str, head_dim: int, *, num_kv_heads: int = 8, block_size: int = 64, blocks: int = 2048) -> LayerKV:
+    """The shapes of a layer's blocks, Llama-3-8B's unless told."""
+    make = functools.partial(empty_layer_kv, blocks, num_kv_heads, block_size, head_dim, kv_format)
+    return jax.eval_shape(make)
+
+
+def _kv_write(kv_format: str, head_dim: int, num_tokens: int) -> KernelConfig:
+    def call():
+        new = shape(num_tokens, 8, head_dim, dtype="bfloat16")
+        write = functools.partial(kv_write, implementation="pallas_triton")
+        return write, (pool(kv_format, head_dim), new, new, shape(num_tokens))
+
+    return KernelConfig("kv_write", call, donate=(0,))
+
+
+def _block_copy(kv_format: str, head_dim: int) -> KernelConfig:
+    def call():
+        copy = functools.partial(block_copy, implementation="pallas_triton")
+        return copy, (pool(kv_format, head_dim), shape(16), shape(16), shape(16))
+
+    return KernelConfig("block_copy", call, donate=(0,))
+
+
+CONFIGS: dict[str, KernelConfig] = {
+    "kv_write/bfloat16/d128/t64": _kv_write("bfloat16", 128, 64),
+    "kv_write/bfloat16/d80/t64": _kv_write("bfloat16", 80, 64),
+    "kv_write/bfloat16/d128/t8192": _kv_write("bfloat16", 128, 8192),
+    "kv_write/int8/d128/t64": _kv_write("int8", 128, 64),
+    "kv_write/int8/d80/t64": _kv_write("int8", 80, 64),
+    "kv_write/int8/d128/t8192": _kv_write("int8", 128, 8192),
+    "kv_write/int8/d80/t8192": _kv_write("int8", 80, 8192),
+    "block_copy/bfloat16/d128": _block_copy("bfloat16", 128),
+    "block_copy/int8/d128": _block_copy("int8", 128),
+}
