@@ -6,6 +6,7 @@ import gc
 import hashlib
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -168,9 +169,12 @@ def _resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -
     """Every None and "auto" but those that follow from the memory."""
     cpu = platform == "cpu"
     dtype = config.dtype if config.dtype != "auto" else ("float32" if cpu else "bfloat16")
+    kv_cache_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
     block_size = config.block_size or (16 if cpu else 64)
     try:
-        implementation, reason = dispatch.resolve(config.attention_implementation, block_size=block_size)
+        implementation, reason = dispatch.resolve(
+            config.attention_implementation, _attention_configuration(model, block_size, kv_cache_dtype)
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     log.info("attention implementation: %s (%s)", implementation, reason)
@@ -181,12 +185,25 @@ def _resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -
     return dataclasses.replace(
         config,
         dtype=dtype,
-        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs),
         attention_implementation=implementation,
         compilation_cache_dir=_compilation_cache_dir(config),
+    )
+
+
+def _attention_configuration(model: ModelConfig, block_size: int, kv_format: str) -> dispatch.Configuration:
+    device = jax.local_devices()[0]
+    capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))  # AMD's are no numbers
+    return dispatch.Configuration(
+        platform="cuda" if capability else device.platform,
+        capability=(int(capability[1]), int(capability[2])) if capability else None,
+        block_size=block_size,
+        head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+        kv_format=kv_format,
     )
 
 
@@ -254,6 +271,13 @@ def _plan(config: EngineConfig, model: ModelConfig, platform: str, progress: Pro
             available=available,
             block_size=config.block_size,
             model_limit=_model_limit(model),
+            most_blocks=dispatch.max_blocks(
+                config.attention_implementation,
+                num_kv_heads=model.num_kv_heads,
+                block_size=config.block_size,
+                head_dim=model.head_dim,
+                kv_format=config.kv_cache_dtype,
+            ),
         )
 
     memory = plan(needs)

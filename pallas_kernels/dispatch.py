@@ -4,10 +4,19 @@ A named implementation runs or raises with the reason; unset, the first supporte
 falls back silently.
 """
 
+import dataclasses
 from typing import NamedTuple
 
-PREFERENCE = ("xla",)
-ALL = ("xla", "reference")
+from pallas_kernels.kv_format import FORMATS
+from pallas_kernels.triton_compat import MAX_ONE_BYTE_ELEMENTS
+
+PREFERENCE = ("pallas_triton", "xla")
+ALL = ("pallas_triton", "pallas_triton_interpreted", "xla", "reference")
+
+# Tensor cores take 16 rows of bfloat16, and asynchronous copies and the instructions the kernels use begin with Ampere.
+_LEAST_CAPABILITY = (8, 0)
+_LEAST_TRITON_BLOCK, _MOST_GROUP = 16, 16
+_MOST_HEAD_DIM = 256
 
 
 class Support(NamedTuple):
@@ -15,22 +24,82 @@ class Support(NamedTuple):
     reason: str
 
 
-def supports(implementation: str, *, block_size: int) -> Support:
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """All that decides whether an implementation can run.
+
+    Attributes:
+      platform: "cpu", "cuda", or another of JAX's. capability: compute capability of a CUDA device, (9, 0) for Hopper.
+      group: query heads a KV head. kv_format: a name of kv_format.FORMATS.
+    """
+
+    platform: str
+    capability: tuple[int, int] | None
+    block_size: int
+    head_dim: int
+    group: int
+    kv_format: str
+
+
+def supports(implementation: str, configuration: Configuration) -> Support:
     """Whether `implementation` can run on this configuration, and why or why not."""
+    block_size = configuration.block_size
     if implementation not in ALL:
         return Support(False, f"unknown implementation {implementation!r}; known: {', '.join(ALL)}")
     if block_size < 8 or block_size & (block_size - 1):
         return Support(False, f"block_size must be a power of two of at least 8, not {block_size}")
     if implementation == "reference":
         return Support(True, "runs anywhere, gathers every row's whole padded table: for tests")
-    return Support(True, "runs on any device")
+    if implementation == "xla":
+        return Support(True, "runs on any device")
+    if reason := _not_for_triton(configuration):
+        return Support(False, reason)
+    if implementation == "pallas_triton_interpreted":
+        return Support(True, "the GPU kernels in Pallas' interpreter, anywhere and slowly: for tests")
+    if configuration.platform != "cuda":
+        return Support(False, f"needs an NVIDIA GPU, and this is {configuration.platform}")
+    if configuration.capability is None or configuration.capability < _LEAST_CAPABILITY:
+        found = "an unknown one" if configuration.capability is None else "{}.{}".format(*configuration.capability)
+        return Support(False, f"needs compute capability 8.0 (Ampere) or newer, and this GPU has {found}")
+    return Support(True, "GPU kernels for compute capability {}.{}".format(*configuration.capability))
 
 
-def resolve(implementation: str | None, *, block_size: int) -> tuple[str, str]:
-    """The implementation to use and the reason for it; raises ValueError when the named one can't run."""
-    for name in (implementation,) if implementation is not None else PREFERENCE:
-        support = supports(name, block_size=block_size)
+def _not_for_triton(configuration: Configuration) -> str | None:
+    """What the Triton kernels can't do of a configuration, on whatever device; None when they can do it."""
+    if configuration.block_size < _LEAST_TRITON_BLOCK:
+        return (
+            f"block_size must be at least {_LEAST_TRITON_BLOCK}, a tensor core's rows, not {configuration.block_size}"
+        )
+    if configuration.head_dim > _MOST_HEAD_DIM:
+        return f"head_dim must be at most {_MOST_HEAD_DIM}, not {configuration.head_dim}"
+    if configuration.group > _MOST_GROUP:
+        return f"at most {_MOST_GROUP} query heads may share a KV head, not {configuration.group}"
+    if configuration.kv_format not in FORMATS:
+        return f"the KV format must be one of {', '.join(FORMATS)}, not {configuration.kv_format}"
+    return None
+
+
+def resolve(implementation: str | None, configuration: Configuration) -> tuple[str, str]:
+    """The implementation to use and the reason for it; raises ValueError when the named one can't run.
+
+    The reason for a choice names what was preferred and can't run.
+    """
+    if implementation is not None:
+        support = supports(implementation, configuration)
+        if not support.ok:
+            raise ValueError(f"attention_implementation={implementation!r} can't run: {support.reason}")
+        return implementation, support.reason
+    passed_over = []
+    for name in PREFERENCE:
+        support = supports(name, configuration)
         if support.ok:
-            return name, support.reason
-    asked = "" if implementation is None else f"attention_implementation={implementation!r} can't run: "
-    raise ValueError(asked + support.reason)
+            return name, "; ".join([support.reason, *passed_over])
+        passed_over.append(f"not {name}: {support.reason}")
+    raise ValueError(support.reason)
+
+
+def max_blocks(implementation: str, *, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str) -> int | None:
+    """Most blocks a layer's pool may have, the null block included; None: as many as fit the memory."""
+    if not implementation.startswith("pallas_triton") or not FORMATS[kv_format].is_quantized:
+        return None
+    return MAX_ONE_BYTE_ELEMENTS // (num_kv_heads * block_size * head_dim)

@@ -103,6 +103,7 @@ def plan_memory(
     available: int,
     block_size: int,
     model_limit: int,
+    most_blocks: int | None = None,
 ) -> MemoryPlan:
     """How many blocks there will be and how long a request may get.
 
@@ -110,6 +111,7 @@ def plan_memory(
       platform: "cpu" or "gpu".
       available: bytes the engine may use in all (see available_memory).
       model_limit: longest sequence the model itself allows.
+      most_blocks: blocks, the null block included, that the kernels can address; the rest of the memory stays free.
 
     Raises ConfigError with the numbers and the largest setting that would fit.
     """
@@ -117,12 +119,19 @@ def plan_memory(
     left = available - needs.fixed
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
+        if most_blocks is not None and num_blocks > most_blocks - 1:
+            raise ConfigError(
+                f"num_gpu_blocks_override is {num_blocks:,}, but the kernels for kv_cache_dtype={config.kv_cache_dtype} "
+                f"address at most {most_blocks - 1:,} blocks of {block_size} tokens: lower it"
+            )
     else:
         budget = config.kv_cache_memory_bytes
         if budget is None:
             budget = left if platform == "gpu" else min(_CPU_DEFAULT_POOL, available // 4, left)
         # The null block is paid for out of the same budget.
         num_blocks = max(budget // block_bytes - 1, 0)
+        if most_blocks is not None:
+            num_blocks = min(num_blocks, most_blocks - 1)
     max_model_len = config.max_model_len or min(model_limit, max(num_blocks, 1) * block_size)
     wanted_blocks = -(-max_model_len // block_size)
 

@@ -8,6 +8,7 @@ from pallas_kernels.layer_kv import LayerKV
 
 def block_copy(kv: LayerKV, src: jax.Array, dst: jax.Array, num_tokens: jax.Array) -> LayerKV:
     old = kv
+    src, dst, num_tokens = jnp.asarray(src), jnp.asarray(dst), jnp.asarray(num_tokens)
 
     def copy_token(i: jax.Array, kv: LayerKV) -> LayerKV:
         copy, token = i // old.block_size, i % old.block_size

@@ -1,12 +1,15 @@
 """The oracle: one token after the other."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.kv_format import quantize
 from pallas_kernels.layer_kv import LayerKV
 
 
 def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
+    k, v, slots = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots)
+
     def write_token(i: jax.Array, kv: LayerKV) -> LayerKV:
         block, offset = slots[i] // kv.block_size, slots[i] % kv.block_size
         if not kv.format.is_quantized:

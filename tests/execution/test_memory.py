@@ -23,9 +23,9 @@ NEEDS = MemoryNeeds(
 
 
 def plan(
-    config: EngineConfig = EngineConfig(), *, needs=NEEDS, platform="gpu", available=2 * GiB, limit=2048
+    config: EngineConfig = EngineConfig(), *, needs=NEEDS, platform="gpu", available=2 * GiB, limit=2048, **more
 ) -> MemoryPlan:
-    return plan_memory(config, needs, platform=platform, available=available, block_size=16, model_limit=limit)
+    return plan_memory(config, needs, platform=platform, available=available, block_size=16, model_limit=limit, **more)
 
 
 def test_gpu_takes_what_is_left():
@@ -43,6 +43,16 @@ def test_cpu_takes_a_quarter_and_no_more_than_one_gib():
     assert plan(platform="cpu", available=100 * GiB).num_blocks == GiB // 640_000 - 1
     # A quarter is more than the weights leave: what is left.
     assert plan(platform="cpu", available=700 * MiB).num_blocks == 100 * MiB // 640_000 - 1
+
+
+def test_no_more_blocks_than_the_kernels_address():
+    assert plan(most_blocks=201).num_blocks == 200
+    assert plan(most_blocks=10**6).num_blocks == plan().num_blocks
+    assert plan(EngineConfig(num_gpu_blocks_override=200), most_blocks=201).num_blocks == 200
+    with pytest.raises(
+        ConfigError, match="num_gpu_blocks_override is 201, but .* address at most 200 blocks of 16 tokens"
+    ):
+        plan(EngineConfig(num_gpu_blocks_override=201), most_blocks=201)
 
 
 def test_the_state_of_the_rows_is_paid_for_before_the_pool():
