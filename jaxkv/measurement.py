@@ -44,6 +44,7 @@ class Report:
     config: dict[str, Any]
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     ratios: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     files: list[str] = dataclasses.field(default_factory=list)
     console: Console = dataclasses.field(default_factory=lambda: _console())
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -85,9 +86,13 @@ class Report:
             }
         )
 
+    def check(self, name: str, problems: Sequence[str]) -> None:
+        """Something that holds or doesn't: it holds when there are no problems."""
+        self.checks.append({"name": name, "ok": not problems, "problems": list(problems)})
+
     @property
     def ok(self) -> bool:
-        return all(ratio["ok"] for ratio in self.ratios)
+        return all(judged["ok"] for judged in (*self.ratios, *self.checks))
 
     def document(self) -> dict[str, Any]:
         return {
@@ -100,6 +105,7 @@ class Report:
             "config": self.config,
             "results": self.results,
             "ratios": self.ratios,
+            "checks": self.checks,
             "files": self.files,
             "seconds": round(time.monotonic() - self.started, 3),
         }
@@ -117,6 +123,9 @@ class Report:
         self.console.print(table)
         load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
         self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
+        for check in self.checks:
+            for problem in check["problems"]:
+                self.console.print(f"FAILED {check['name']}: {problem}", style="red", markup=False)
         if not self.ratios:
             return
         table = Table(title="ratios")

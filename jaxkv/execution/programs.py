@@ -174,8 +174,13 @@ class Programs:
     def abstract_state(self) -> DecodeState:
         return jax.eval_shape(self.shapes.empty_state)
 
-    def lower(self, kind: str, bucket: int | None = None) -> jax.stages.Lowered:
-        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode") for a bucket."""
+    def lower(
+        self, kind: str, bucket: int | None = None, sharding: jax.sharding.Sharding | None = None
+    ) -> jax.stages.Lowered:
+        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode") for a bucket.
+
+        `sharding` is that of all arguments, for devices other than the default one, which need not exist.
+        """
         limits, cache, state = self.shapes.limits, self.abstract_cache, self.abstract_state
         if kind == "update":
             args = (state, self.pack_updates(()).pop())
@@ -198,6 +203,8 @@ class Programs:
                 np.int32(limits.max_decode_steps),
             )
         function, donated = self._functions[kind]
+        if sharding is not None:
+            args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
     def start(self, progress: Progress, work: Sequence[Work] | None = None) -> None:
