@@ -39,6 +39,22 @@ _IMPLEMENTATION = flags.DEFINE_string(
 )
 _KEEP = flags.DEFINE_string("keep", None, "Keep PTX, HLO and thunks in this folder.")
 
+# Figures of the table and their headings there; the JSON has all of them (see gpulib.inventory.FIGURES).
+_SHOWN = {
+    "registers": "regs",
+    "spilled": "spill",
+    "shared_memory": "smem",
+    "cp_async_16": "cp16",
+    "cp_async_narrow": "cp<16",
+    "loads_16": "ld16",
+    "mma": "mma",
+    "wgmma": "wgmma",
+    "byte_lds": "lds8",
+    "int_to_float": "i2f",
+    "tf32": "tf32",
+    "loop_instructions": "loop",
+}
+
 
 def _config() -> dict:
     names = "targets kernels steps step_target step_models step_formats implementation keep quick".split()
@@ -76,11 +92,10 @@ def _measure(report: measurement.Report) -> None:
 
 def _check_kernels(report: measurement.Report, kernels: list[str], targets: list[str], folder: pathlib.Path) -> None:
     budgets = load_budgets()
-    table = Table(
-        "kernel", "target", "regs", "spill", "smem", "cp16", "cp<16", "ld16", "mma", "wgmma", "lds8", "i2f", "tf32"
-    )
-    table.add_column("loop")
-    table.add_column("a KV byte")
+    table = Table()
+    table.add_column("kernel", no_wrap=True)
+    for heading in ("target", *_SHOWN.values(), "a KV byte"):
+        table.add_column(heading, justify="right")
     for name in kernels:
         for target in targets:
             figures = kernel_configs.measure(name, target, folder / name.replace("/", "_") / target)
@@ -90,19 +105,8 @@ def _check_kernels(report: measurement.Report, kernels: list[str], targets: list
             report.add(
                 name, [figures["registers"]], unit="registers", metric="registers", engine=target, figures=figures
             )
-            shown = [
-                "registers",
-                "spilled",
-                "shared_memory",
-                "cp_async_16",
-                "cp_async_narrow",
-                "loads_16",
-                "mma",
-                "wgmma",
-            ]
-            shown += ["byte_lds", "int_to_float", "tf32", "loop_instructions"]
             a_byte = figures.get("loop_instructions_per_kv_byte")
-            cells = [str(figures[figure]) for figure in shown] + ["" if a_byte is None else f"{a_byte:.4f}"]
+            cells = [str(figures[figure]) for figure in _SHOWN] + ["" if a_byte is None else f"{a_byte:.4f}"]
             table.add_row(name, target, *cells, style="red" if problems else None)
     if kernels:
         report.console.print(table)

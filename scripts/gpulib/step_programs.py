@@ -137,7 +137,7 @@ def build_step(
 
 def copies(hlo: str, sizes: set[int]) -> list[str]:
     """Names of the instructions of compiled HLO that copy or transpose an array of one of these numbers of elements."""
-    pattern = r"(?m)^\s*(?:ROOT )?(\S+) = \(?\w+\[([\d,]+)\]\S* (?:copy|copy-start|transpose)\("
+    pattern = r"(?m)^\s*(?:ROOT )?(\S+) = \(?\w+\[([\d,]+)\][^=\n]*? (?:copy|copy-start|transpose)\("
     return [
         name for name, dimensions in re.findall(pattern, hlo) if math.prod(map(int, dimensions.split(","))) in sizes
     ]
