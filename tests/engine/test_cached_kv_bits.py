@@ -28,16 +28,23 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @functools.lru_cache
-def programs(dtype: str) -> Programs:
-    made = make_programs(tiny_llama(), dtype=dtype, prefill_buckets=(64, 128, 256), max_num_batched_tokens=256)
+def programs(dtype: str, kv_dtype: str) -> Programs:
+    made = make_programs(tiny_llama(), dtype=dtype, kv_dtype=kv_dtype, prefill_buckets=(64, 128, 256), max_num_batched_tokens=256)
     made.compile(SilentProgress())
     return made
 
 
-def cached_bits(dtype: str, chunk: int, *, earlier: tuple[Request, ...] = (), company: tuple[Request, ...] = ()):
-    """uint8 [2L, 13, K, P, D * itemsize] of PROMPT's blocks, and the prompt tokens that were found."""
+def cached_bits(
+    dtype: str,
+    chunk: int,
+    *,
+    kv_dtype: str | None = None,
+    earlier: tuple[Request, ...] = (),
+    company: tuple[Request, ...] = (),
+):
+    """uint8 [13, bytes a block in all layers, scales too] of PROMPT's blocks, and the prompt tokens that were found."""
     cast = tuple(w.astype(dtype) for w in weights(tiny_llama()))
-    executor = JaxExecutor(programs(dtype), cast, MonotonicClock())
+    executor = JaxExecutor(programs(dtype, kv_dtype or dtype), cast, MonotonicClock())
     limits = dataclasses.replace(executor.limits, max_num_batched_tokens=chunk)
     engine = Engine(LimitedExecutor(executor, limits), SchedulerConfig(vocab_size=TINY["vocab_size"]))
     if earlier:
@@ -47,16 +54,17 @@ def cached_bits(dtype: str, chunk: int, *, earlier: tuple[Request, ...] = (), co
     blocks = list(engine.scheduler.blocks.match(hashes).blocks)
     assert len(blocks) == 13
     leaves = jax.tree.leaves(executor._cache)
-    return np.stack([np.asarray(leaf)[blocks].view(np.uint8) for leaf in leaves]), news["it"][-1].num_cached_tokens
+    parts = [np.asarray(leaf)[blocks].view(np.uint8).reshape(len(blocks), -1) for leaf in leaves]
+    return np.concatenate(parts, axis=1), news["it"][-1].num_cached_tokens
 
 
 def other(common: int) -> Request:
     return Request(f"other {common}", PROMPT[:common] + random_tokens(100, seed=22), ONE_TOKEN)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_depend_on_nothing_but_the_tokens(dtype):
-    whole, found = cached_bits(dtype, 256)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8")])
+def test_bits_depend_on_nothing_but_the_tokens(dtype, kv_dtype):
+    whole, found = cached_bits(dtype, 256, kv_dtype=kv_dtype)
     assert found == 0 and whole.any()
     cases = {
         "100 tokens a chunk": ({"chunk": 100}, 0),
@@ -69,7 +77,7 @@ def test_bits_depend_on_nothing_but_the_tokens(dtype):
         "in flight": ({"chunk": 256, "company": (other(50),)}, 48),
     }
     for name, (how, expected) in cases.items():
-        bits, found = cached_bits(dtype, **how)
+        bits, found = cached_bits(dtype, **how, kv_dtype=kv_dtype)
         assert found == expected, name
         assert np.array_equal(bits, whole), name
 
@@ -80,7 +88,7 @@ def test_other_tokens_give_other_bits():
     whole, _ = cached_bits("float32", 256)
     again, found = cached_bits("float32", 256, earlier=(changed,))
     assert found == 0 and np.array_equal(again, whole)
-    assert not np.array_equal(whole[:, 0], whole[:, 1])
+    assert not np.array_equal(whole[0], whole[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,21 +38,23 @@ def make_programs(
     config: ModelConfig,
     *,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
+    implementation: str = "xla",
     prefill_buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,),
     **changed,
 ) -> Programs:
-    """Not compiled yet. Unless told, one bucket each, to compile little; `changed` are limits."""
+    """Not compiled yet. Unless told, one bucket each, to compile little, and KV as wide as `dtype`; `changed` are limits."""
     limits = dataclasses.replace(LIMITS, **changed)
     shapes = ProgramShapes(
         model=config,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         limits=limits,
         prefill_buckets=prefill_buckets or (limits.max_num_batched_tokens,),
         decode_buckets=decode_buckets,
         num_top=NUM_TOP,
-        implementation="xla",
+        implementation=implementation,
     )
     return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len), shapes)
 
