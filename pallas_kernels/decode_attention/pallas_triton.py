@@ -156,7 +156,9 @@ def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, optio
             next_block = block_of(index + 1)
             offset = offset_of(index)
             position = index * tile + token
-            seen = (position >= start) & (position < end)
+            seen = (position - start).astype(jnp.uint32) < (end - start).astype(
+                jnp.uint32
+            )  # both ends in one comparison
             by_token = block[:, None] if block_size < tile else block
             padded = None if head_dim == channel.shape[0] else is_channel
 
