@@ -52,13 +52,14 @@ def decode_attention(
     block_size, num_kv_heads = kv.block_size, kv.num_kv_heads
     if not options.scale > 0:
         raise ValueError(f"Expected a positive scale, got {options.scale=}")
+    plt.check_addressing(kv)
     if plan is None:
         capacity = block_table.shape[1] * block_size
         plan = plan_decode(
             seq_lens, num_kv_heads=num_kv_heads, capacity=capacity, window=options.window, kv_starts=kv_starts
         )
     group = num_heads // num_kv_heads
-    tile, num_warps, num_stages = _shape(kv.k.dtype, head_dim, group)
+    tile, num_warps, num_stages = loop_shape(kv.k.dtype, head_dim, group)
     items = plan.row.shape[0]
     parts = pl.pallas_call(
         functools.partial(_attend_item, options=options, tile=tile, math_=ptx.Interpreted if interpret else ptx),
@@ -87,7 +88,7 @@ def decode_attention(
     return AttentionOutput(*merged)
 
 
-def _shape(stored: jnp.dtype, head_dim: int, group: int) -> tuple[int, int, int]:
+def loop_shape(stored: jnp.dtype, head_dim: int, group: int) -> tuple[int, int, int]:
     """Tokens a tile, warps and pipeline stages: the fewest instructions within 128 registers a thread.
 
     3 stages are two tiles in flight. 4 warps with 64 tokens and 16 query heads would make int8 use wgmma on sm_90, whose

@@ -135,13 +135,14 @@ def test_tiny_and_large_values_survive_float16():
         chex.assert_trees_all_close(actual, ordinary, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("case, target", zip(LOWERED, itertools.cycle(DEVICES)), ids=str)
+@pytest.mark.parametrize("case, target", list(zip(LOWERED, itertools.cycle(DEVICES))), ids=str)
 def test_lowers_for_gpus(case, target):
     """What the interpreter hides: operations and shapes that the GPU backend does not take."""
     inputs = decode_inputs(case)
     attend = functools.partial(decode_attention, options=case.options, implementation="pallas_triton")
     text = lower_for_cuda(attend, inputs.q, *inputs.rows[:2], inputs.seq_lens, target=target)
-    assert text.count("__gpu$xla.gpu.triton") == 2  # attention, merge
+    merged = case.window != 1  # a window of 1 is one item
+    assert text.count("__gpu$xla.gpu.triton") == 1 + merged
 
 
 def test_rows_of_one_item_are_not_merged():
