@@ -1,6 +1,7 @@
 """Plans as arrays, and how the tokens of a call meet the cache."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from jaxkv.core.plan import PrefillChunk
 from jaxkv.execution.decode_state import NO_TOKEN
 from pallas_kernels.attention_options import AttentionOptions
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import SplitPlan, decode_attention, plan_decode
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV
 from pallas_kernels.prefill_attention import prefill_attention
@@ -102,6 +103,18 @@ class DecodeAttention:
     block_table: jax.Array  # i32[B, M]
     seq_lens: jax.Array  # i32[B] the new token included; 0 for an idle row
     implementation: str = dataclasses.field(metadata={"static": True})
+    plans: dict[int, SplitPlan | None] = dataclasses.field(default_factory=dict)  # by window, 0 without one
+
+    def planned(self, kv: LayerKV, windows: Iterable[int | None]) -> "DecodeAttention":
+        """With the work split once for all layers that have the same window; `kv` is any layer's. Layers of other windows
+        plan for themselves."""
+        plans = {
+            window or 0: plan_decode(
+                kv, self.block_table, self.seq_lens, window=window, implementation=self.implementation
+            )
+            for window in set(windows)
+        }
+        return dataclasses.replace(self, plans=plans)
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
@@ -113,5 +126,6 @@ class DecodeAttention:
             self.block_table,
             self.seq_lens,
             AttentionOptions(scale, window),
+            plan=self.plans.get(window or 0),
             implementation=self.implementation,
         ).out

@@ -51,7 +51,7 @@ def decode_one(
         block_table=rows.block_table,
         seq_lens=jnp.where(active, position + 1, 0),
         implementation=implementation,
-    )
+    ).planned(layers[0], model.config.window_sizes)
     hidden, layers = model(rows.last_token, position, layers, attention)
     logits = model.logits(hidden)
     adjusted = adjust(logits, rows, adjustments, row_ids, active & (rows.min_left > 0))

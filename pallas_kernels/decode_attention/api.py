@@ -1,15 +1,42 @@
 """One query token a row against its block table."""
 
-from typing import Any
+import functools
 
 import jax
 
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, add_sinks
-from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.decode_attention import pallas_triton, reference, xla
+from pallas_kernels.decode_attention import plan as planning
+from pallas_kernels.decode_attention.plan import SplitPlan
 from pallas_kernels.layer_kv import LayerKV
 
-_IMPLEMENTATIONS = {"xla": xla.decode_attention, "reference": reference.decode_attention}
+_IMPLEMENTATIONS = {
+    "pallas_triton": pallas_triton.decode_attention,
+    "pallas_triton_interpreted": functools.partial(pallas_triton.decode_attention, interpret=True),
+    "xla": xla.decode_attention,
+    "reference": reference.decode_attention,
+}
+
+
+def plan_decode(
+    kv: LayerKV,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    window: int | None = None,
+    kv_starts: jax.Array | None = None,
+    chunk: int | None = None,
+    implementation: str = "xla",
+) -> SplitPlan | None:
+    """What calls of `decode_attention` with these arguments share: all layers of a step with the same window. None for
+    implementations that have no use for it. See plan.plan_decode for `chunk`."""
+    if not implementation.startswith("pallas_triton"):
+        return None
+    capacity = block_table.shape[1] * kv.block_size
+    return planning.plan_decode(
+        seq_lens, num_kv_heads=kv.num_kv_heads, capacity=capacity, window=window, kv_starts=kv_starts, chunk=chunk
+    )
 
 
 def decode_attention(
@@ -21,7 +48,7 @@ def decode_attention(
     *,
     kv_starts: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    plan: Any = None,
+    plan: SplitPlan | None = None,
     implementation: str = "xla",
 ) -> AttentionOutput:
     """Attend from each row's newest token to all tokens of the row, itself included.
@@ -33,7 +60,7 @@ def decode_attention(
       seq_lens: i32[S] tokens in cache, the newest included; 0 for an idle row.
       kv_starts: i32[S] first position that is seen, where the tokens before it are somebody else's part; None: all of them.
       sinks: f32[H] logits that take part in the softmax without a value (see attention_output.add_sinks).
-      plan: what `plan_decode` made of these seq_lens, or None to have it made here.
+      plan: what `plan_decode` made of these seq_lens, kv_starts and window, or None to have it made here.
     """
     num_rows, num_heads, head_dim = q.shape
     if head_dim != kv.head_dim or num_heads % kv.num_kv_heads:
@@ -44,5 +71,6 @@ def decode_attention(
         raise ValueError(f"Expected {sinks.shape=} to have one logit a head of {q.shape=}")
     if kv_starts is not None and kv_starts.shape != (num_rows,):
         raise ValueError(f"Expected {kv_starts.shape=} to have the rows of {q.shape=}")
-    attend = _IMPLEMENTATIONS[implementation]
-    return add_sinks(attend(q, kv, block_table, seq_lens, options, kv_starts), sinks)
+    planned = {} if plan is None else {"plan": plan}
+    output = _IMPLEMENTATIONS[implementation](q, kv, block_table, seq_lens, options, kv_starts, **planned)
+    return add_sinks(output, sinks)

@@ -15,7 +15,11 @@ import jax.numpy as jnp
 from gpulib.census import census, launches
 from gpulib.deviceless import compile_for
 from gpulib.inventory import inventory
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import block_copy
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention.pallas_triton import loop_shape
+from pallas_kernels.kv_format import FORMATS
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
 
@@ -74,7 +78,36 @@ def _block_copy(kv_format: str, head_dim: int) -> KernelConfig:
     return KernelConfig("block_copy", call, donate=(0,))
 
 
+def _decode(kv_format: str, head_dim: int, group: int, block_size: int = 64, *, merge: bool = False) -> KernelConfig:
+    """8 rows of up to 32k tokens."""
+
+    def call():
+        options = AttentionOptions(head_dim**-0.5)
+        attend = functools.partial(decode_attention, options=options, implementation="pallas_triton")
+        q = shape(8, 8 * group, head_dim, dtype="bfloat16" if kv_format == "int8" else kv_format)
+        return attend, (q, pool(kv_format, head_dim, block_size=block_size), shape(8, 32768 // block_size), shape(8))
+
+    if merge:
+        return KernelConfig("decode_attention_merge", call)
+    tile, _, _ = loop_shape(jnp.dtype(kv_format), head_dim, group)
+    return KernelConfig("decode_attention", call, loop_kv_bytes=tile * FORMATS[kv_format].bytes_per_token(1, head_dim))
+
+
 CONFIGS: dict[str, KernelConfig] = {
+    **{
+        f"decode/{kv_format}/d{head_dim}/g{group}/p{block_size}": _decode(kv_format, head_dim, group, block_size)
+        for kv_format in ("bfloat16", "int8")
+        for head_dim, group, block_size in (
+            (128, 4, 64),
+            (128, 4, 16),
+            (128, 16, 64),
+            (64, 4, 64),
+            (80, 4, 64),
+            (256, 4, 64),
+        )
+    },
+    "decode/float32/d128/g4/p64": _decode("float32", 128, 4),
+    "decode/merge/d128": _decode("bfloat16", 128, 4, merge=True),
     "kv_write/bfloat16/d128/t64": _kv_write("bfloat16", 128, 64),
     "kv_write/bfloat16/d80/t64": _kv_write("bfloat16", 80, 64),
     "kv_write/bfloat16/d128/t8192": _kv_write("bfloat16", 128, 8192),

@@ -11,25 +11,7 @@ from pallas_kernels.attention_output import AttentionOutput, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.cases import DECODE_CASES, DecodeCase, DecodeInputs, decode_inputs
 from tests.support import attention_oracle
-from tests.support.kv_mutants import exchanged
-from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
-
-jitted = jax.jit(decode_attention, static_argnames=("options", "implementation"))
-
-
-def run(case: DecodeCase, inputs: DecodeInputs, implementation: str = "xla", **changed) -> AttentionOutput:
-    """Output as float32 numpy arrays; `changed` replaces kv, block_table or seq_lens."""
-    arrays = {"kv": inputs.rows.kv, "block_table": inputs.rows.block_table, "seq_lens": inputs.seq_lens} | changed
-    output = jitted(inputs.q, **arrays, options=case.options, sinks=inputs.sinks, implementation=implementation)
-    assert output.out.dtype == case.dtype and output.lse.dtype == np.float32
-    return AttentionOutput(np.asarray(output.out, np.float32), np.asarray(output.lse))
-
-
-def assert_close(case: DecodeCase, actual: AttentionOutput, expected: AttentionOutput) -> None:
-    chex.assert_trees_all_close(actual.out, expected.out, rtol=0, atol=ATTENTION_OUT[case.dtype])
-    assert np.array_equal(np.isinf(actual.lse), np.isinf(expected.lse)), "rows without keys differ"
-    seen = np.isfinite(expected.lse)
-    chex.assert_trees_all_close(actual.lse[seen], expected.lse[seen], rtol=1e-6, atol=ATTENTION_LSE[case.dtype])
+from tests.support.decode_calls import MUTANTS, assert_close, jitted, mutant_of, run
 
 
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
@@ -59,32 +41,14 @@ MUTANT_CASES = (
 
 
 @pytest.mark.parametrize("case", MUTANT_CASES, ids=str)
-@pytest.mark.parametrize(
-    "mutant", ["wrong block", "k for v", "v for k", "one too short", "one too long", "window off by one"]
-)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_fail(case, mutant):
     """The tolerance can fail: each wrong computation is far outside of it."""
     inputs = decode_inputs(case)
-    kv, table, seq_lens = inputs.rows.kv, inputs.rows.block_table.copy(), inputs.seq_lens
-    changed_case = case
-    if mutant == "wrong block":
-        row = int(np.argmax(seq_lens))
-        column = (seq_lens[row] - 1) // case.block_size  # the newest block: every window sees it
-        table[row, column] = table[row, column - 1]
-    elif mutant == "k for v":
-        kv = exchanged(kv, "k")
-    elif mutant == "v for k":
-        kv = exchanged(kv, "v")
-    elif mutant == "one too short":
-        seq_lens = np.maximum(seq_lens - 1, 0)
-    elif mutant == "one too long":
-        seq_lens = np.where(seq_lens > 0, seq_lens + 1, 0).astype(np.int32)
-    else:
-        changed_case = dataclasses.replace(case, window=16 if case.window else 299)
-    expected = run(case, inputs, "reference")
-    actual = run(changed_case, inputs, kv=kv, block_table=table, seq_lens=seq_lens)
+    changed_case, changed = mutant_of(mutant, case, inputs)
+    actual = run(changed_case, inputs, **changed)
     with pytest.raises(AssertionError):
-        assert_close(case, actual, expected)
+        assert_close(case, actual, run(case, inputs, "reference"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +73,7 @@ def test_a_row_does_not_depend_on_its_company(case):
         assert (np.delete(output.out, row, axis=0) == 0).all()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", "reference", "pallas_triton_interpreted"])
 @pytest.mark.parametrize("case", [DecodeCase(), DecodeCase(window=64, kv_format="int8")], ids=str)
 def test_two_parts_of_the_keys_merge_into_the_whole(case, implementation):
     """What `kv_starts` leaves out is what a call with shorter rows sees: together they are the whole."""
@@ -128,7 +92,8 @@ def test_two_parts_of_the_keys_merge_into_the_whole(case, implementation):
         kv_starts=first.astype(np.int32),
         implementation=implementation,
     )
-    assert_close(case, jax.tree.map(np.asarray, merge(AttentionOutput(*before), AttentionOutput(*after))), whole)
+    merged = jax.tree.map(np.asarray, merge(AttentionOutput(*before), AttentionOutput(*after)))
+    assert_close(case, merged, whole, implementation)
 
 
 def test_the_number_of_rows_changes_rounding_only():
