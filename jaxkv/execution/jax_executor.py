@@ -26,6 +26,9 @@ class JaxStepHandle:
     submitted: float
 
     def result(self) -> StepResult:
+        # A chunk that ends nothing has nothing to read, but must have run: or all chunks of a long prompt would be
+        # enqueued at once, and newcomers wait behind them.
+        jax.block_until_ready([output for output, _ in self.parts])
         rows = []
         for output, owners in self.parts:
             rows += read_rows(output, owners)

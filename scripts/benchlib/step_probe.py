@@ -39,9 +39,13 @@ class StepProbe:
         return seconds[1:]
 
     def prefill_seconds(self, *, tokens: int, context_len: int, repeats: int = 4) -> list[float]:
-        """Seconds of each of `repeats` calls that compute `tokens` prompt tokens after `context_len` in cache."""
+        """Seconds of each of `repeats` calls that compute `tokens` prompt tokens after `context_len` in cache.
+
+        The prompt ends with them, first token included: a chunk that ends nothing has no result to wait for, and
+        only its dispatch would be timed.
+        """
         self._admit(1, context_len + tokens + 1)
-        chunk = PrefillChunk("0", 0, context_len, (1,) * tokens, is_last=False)
+        chunk = PrefillChunk("0", 0, context_len, (1,) * tokens, is_last=True)
         return [self._run(prefill=(chunk,)) for _ in range(repeats + 1)][1:]
 
     def _admit(self, rows: int, seq_len: int) -> None:

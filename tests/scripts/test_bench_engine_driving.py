@@ -72,7 +72,8 @@ def test_probe_prefills_after_the_context():
     executor = Recorder()
     assert len(StepProbe(executor).prefill_seconds(tokens=32, context_len=100, repeats=2)) == 2
     chunks = [chunk for plan in executor.plans for chunk in plan.prefill]
-    assert [(len(chunk.token_ids), chunk.start, chunk.is_last) for chunk in chunks] == [(32, 100, False)] * 3
+    assert [(len(chunk.token_ids), chunk.start, chunk.is_last) for chunk in chunks] == [(32, 100, True)] * 3
+    assert all(chunk.has_result for chunk in chunks), "there would be nothing to wait for"
 
 
 def test_probe_knows_what_fits():
