@@ -37,7 +37,20 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_tokens: int, num_seqs: int, group: int, head_dim: int, dtype: jnp.dtype) -> Tile:
-    return Tile(128, 64, 8, 3)
+    """The largest tile that spills no registers (BUILD_NOTES.md has what was tried)."""
+    if dtype == jnp.float32:
+        return Tile(64, 32, 8, 2)
+    if num_tokens * group <= 16 * num_seqs:  # a few tokens a sequence, as in decoding: the keys are most of the bytes
+        return Tile(16, 64 if head_dim <= 128 else 32, 4, 3)
+    if _is_hopper():
+        return Tile(128, 64 if head_dim <= 128 else 32, 8, 3)
+    return Tile(128 if head_dim <= 128 else 64, 64 if head_dim <= 64 else 32, 8, 3)
+
+
+def _is_hopper() -> bool:
+    """Of the device compiled for: an abstract one has no compute capability, only a name."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return re.search(r"\bG?H\d", device.device_kind) is not None
 
 
 def prefill_attention(
@@ -111,7 +124,7 @@ def _kernel(
 ):
     num_tokens, num_heads, head_dim = q_ref.shape
     dtype, block_size, group = q_ref.dtype, kv.block_size, num_heads // kv.num_kv_heads
-    dot = functools.partial(plt.dot, precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+    dot = functools.partial(plt.dot, precision=_dot_precision(dtype, interpret))
     head = pl.program_id(0)
     slot = pl.num_programs(1) - 1 - pl.program_id(1)  # the last tile of a long chunk has most to do and goes first
     chunk = _find_chunk(slot, tile.rows // group, num_tokens, cu_q_lens_ref, context_lens_ref, kv_lens_ref)
@@ -202,6 +215,13 @@ def _kernel(
     mask = is_row[:, None] if is_channel is None else is_row[:, None] & is_channel[None, :]
     plt.store(out_ref.at[q_at], out.astype(dtype), mask=mask)
     plt.store(lse_ref.at[token, q_head], lse, mask=is_row)
+
+
+def _dot_precision(dtype: jnp.dtype, interpret: bool) -> jax.lax.Precision | jax.lax.DotAlgorithmPreset | None:
+    """float32 as three products of TF32 on the tensor cores, which is as exact: true float32 products spill 2 kB a thread."""
+    if dtype != jnp.float32:
+        return None
+    return jax.lax.Precision.HIGHEST if interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 
 def _load(ref, *masks: jax.Array | None) -> jax.Array:
