@@ -8,7 +8,8 @@ import struct
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import triton_compat as plt
 
 
 def exp2_scaled(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:

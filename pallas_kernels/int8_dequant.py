@@ -7,7 +7,8 @@ exact: integers up to 127 are numbers of every float format.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import triton_compat as plt
 
 # Selectors of PRMT: two bytes of the first operand, each under a byte of the second.
 _LOW, _HIGH = "0x4140", "0x4342"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import triton_compat as plt
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.fast_exp2 import exp2_scaled
@@ -37,14 +37,15 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_tokens: int, num_seqs: int, group: int, head_dim: int, dtype: jnp.dtype) -> Tile:
-    """The largest tile that spills no registers (BUILD_NOTES.md has what was tried)."""
+    """The largest tile whose registers do not spill; BUILD_NOTES.md has what was tried."""
+    is_wide = head_dim > 128
     if dtype == jnp.float32:
-        return Tile(64, 32, 8, 2)
-    if num_tokens * group <= 16 * num_seqs:  # a few tokens a sequence, as in decoding: the keys are most of the bytes
-        return Tile(16, 64 if head_dim <= 128 else 32, 4, 3)
+        return Tile(16, 32, 8 if is_wide else 4, 2)
+    if num_tokens * group <= 16 * num_seqs:  # a few tokens a sequence: nearly all is reading keys
+        return Tile(16, 32, 8, 3) if is_wide else Tile(16, 64, 4, 3)
     if _is_hopper():
-        return Tile(128, 64 if head_dim <= 128 else 32, 8, 3)
-    return Tile(128 if head_dim <= 128 else 64, 64 if head_dim <= 64 else 32, 8, 3)
+        return Tile(128, 32 if is_wide else 64, 8, 3)
+    return Tile(64 if is_wide else 128, 64 if head_dim <= 64 else 32, 8, 3)
 
 
 def _is_hopper() -> bool:
@@ -65,6 +66,9 @@ def prefill_attention(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> AttentionOutput:
+    plt.check_addressing(kv)
+    if not options.scale > 0:
+        raise ValueError(f"pallas_triton takes the maximum before it scales: expected a positive scale, got {options}")
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, group = len(context_lens), num_heads // kv.num_kv_heads
     tile = tile or choose_tile(num_tokens, num_seqs, group, head_dim, q.dtype)
