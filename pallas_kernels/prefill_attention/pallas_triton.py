@@ -22,8 +22,8 @@ from pallas_kernels.fast_exp2 import exp2_scaled
 from pallas_kernels.int8_dequant import int8_to_float
 from pallas_kernels.layer_kv import LayerKV
 
-# Below every logit, and twice it below every maximum: 2^x of the difference is 0, never NaN.
-_NO_KEY = -1e30
+# The maximum before there is one. Logits of unseen keys are twice that: 2^x of the difference is 0, never NaN.
+_NO_KEY = -1e20
 _LOG2E = math.log2(math.e)
 
 
@@ -175,7 +175,7 @@ def _kernel(
             seen = key <= last_key[:, None]
             if options.window is not None:
                 seen &= key > position[:, None] - options.window
-            logits = jnp.where(seen, logits, 2 * _NO_KEY)
+            logits = jnp.where(seen, logits, 2 * _NO_KEY / unit)
 
         new_largest = jnp.maximum(largest, jnp.max(logits, axis=1) * unit)
         weights = exp2_scaled(logits, unit, -new_largest[:, None], interpret=interpret)
