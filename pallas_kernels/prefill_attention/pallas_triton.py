@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_compat as plt
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.fast_exp2 import exp2_scaled
+from pallas_kernels.fast_exp2 import exp2_scaled, log2
 from pallas_kernels.int8_dequant import int8_to_float
 from pallas_kernels.layer_kv import LayerKV
 
@@ -214,8 +214,9 @@ def _kernel(
 
     largest, total, acc = carry
     any_key = total > 0
-    out = acc / jnp.where(any_key, total, 1.0)[:, None]
-    lse = jnp.where(any_key, (largest + jnp.log2(total)) / _LOG2E, -jnp.inf)
+    total = jnp.where(any_key, total, 1.0)
+    out = acc / total[:, None]
+    lse = jnp.where(any_key, (largest + log2(total, interpret=interpret)) * math.log(2), -jnp.inf)
     mask = is_row[:, None] if is_channel is None else is_row[:, None] & is_channel[None, :]
     plt.store(out_ref.at[q_at], out.astype(dtype), mask=mask)
     plt.store(lse_ref.at[token, q_head], lse, mask=is_row)
