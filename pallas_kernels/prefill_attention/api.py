@@ -1,13 +1,20 @@
 """Ragged chunks of one or more sequences against their blocks, causal."""
 
+import functools
+
 import jax
 
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, add_sinks
 from pallas_kernels.layer_kv import LayerKV
-from pallas_kernels.prefill_attention import reference, xla
+from pallas_kernels.prefill_attention import pallas_triton, reference, xla
 
-_IMPLEMENTATIONS = {"xla": xla.prefill_attention, "reference": reference.prefill_attention}
+_IMPLEMENTATIONS = {
+    "xla": xla.prefill_attention,
+    "reference": reference.prefill_attention,
+    "pallas_triton": pallas_triton.prefill_attention,
+    "pallas_triton_interpreted": functools.partial(pallas_triton.prefill_attention, interpret=True),
+}
 
 
 def prefill_attention(

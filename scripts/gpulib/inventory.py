@@ -17,6 +17,7 @@ FIGURES = {
     "int_to_float": "conversions in the inner loop",
     "tf32": "tensor-core instructions in TF32",
     "loop_instructions": "of a warp in the largest innermost loop",
+    "smallest_loop_instructions": "of a warp in the smallest innermost loop: of prefill, the one without masks",
     "loop_instructions_per_kv_byte": "of all warps, over the bytes of K and V that a turn of the loop reads",
 }
 """What each figure counts."""
@@ -41,6 +42,7 @@ def inventory(census: Census, launch: Launch, loop_kv_bytes: int | None = None) 
         "int_to_float": census.count("I2F", loop=True),
         "tf32": census.count(".*TF32"),
         "loop_instructions": loop_instructions,
+        "smallest_loop_instructions": sum(census.loops[-1].values()) if census.loops else 0,
     }
     if loop_kv_bytes is not None:
         figures["loop_instructions_per_kv_byte"] = loop_instructions * launch.threads / 32 / loop_kv_bytes

@@ -22,6 +22,7 @@ from pallas_kernels.decode_attention.pallas_triton import loop_shape
 from pallas_kernels.kv_format import FORMATS
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
+from pallas_kernels.prefill_attention import prefill_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,30 @@ def _decode(kv_format: str, head_dim: int, group: int, block_size: int = 64, *, 
     return KernelConfig("decode_attention", call, loop_kv_bytes=tile * FORMATS[kv_format].bytes_per_token(1, head_dim))
 
 
+def _prefill(
+    kv_format: str,
+    head_dim: int,
+    *,
+    group: int = 4,
+    dtype: str = "bfloat16",
+    block_size: int = 64,
+    chunks: tuple[int, int] = (8192, 8),
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> KernelConfig:
+    """`chunks` are the tokens of a call and its sequences."""
+
+    def call():
+        num_tokens, num_seqs = chunks
+        options = AttentionOptions(head_dim**-0.5, window, soft_cap)
+        attend = functools.partial(prefill_attention, options=options, implementation="pallas_triton")
+        q = shape(num_tokens, 8 * group, head_dim, dtype=dtype)
+        kv = pool(kv_format, head_dim, block_size=block_size)
+        return attend, (q, kv, shape(num_seqs, 512), shape(num_seqs + 1), shape(num_seqs))
+
+    return KernelConfig("prefill_attention", call)
+
+
 CONFIGS: dict[str, KernelConfig] = {
     **{
         f"decode/{kv_format}/d{head_dim}/g{group}/p{block_size}": _decode(kv_format, head_dim, group, block_size)
@@ -117,4 +142,23 @@ CONFIGS: dict[str, KernelConfig] = {
     "kv_write/int8/d80/t8192": _kv_write("int8", 80, 8192),
     "block_copy/bfloat16/d128": _block_copy("bfloat16", 128),
     "block_copy/int8/d128": _block_copy("int8", 128),
+    "prefill_attention/bfloat16/d128/g4": _prefill("bfloat16", 128),
+    "prefill_attention/bfloat16/d128/g4/p16": _prefill("bfloat16", 128, block_size=16),
+    "prefill_attention/bfloat16/d128/g4/window": _prefill("bfloat16", 128, window=4096),
+    "prefill_attention/bfloat16/d128/g4/soft_cap": _prefill("bfloat16", 128, soft_cap=50.0),
+    "prefill_attention/bfloat16/d128/g4/few": _prefill("bfloat16", 128, chunks=(256, 64)),
+    "prefill_attention/bfloat16/d64/g4": _prefill("bfloat16", 64),
+    "prefill_attention/bfloat16/d80/g1": _prefill("bfloat16", 80, group=1),
+    "prefill_attention/bfloat16/d96/g3": _prefill("bfloat16", 96, group=3),
+    "prefill_attention/bfloat16/d256/g2": _prefill("bfloat16", 256, group=2),
+    "prefill_attention/bfloat16/d256/g2/few": _prefill("bfloat16", 256, group=2, chunks=(256, 64)),
+    "prefill_attention/float16/d128/g4": _prefill("float16", 128, dtype="float16"),
+    "prefill_attention/int8/d128/g4": _prefill("int8", 128),
+    "prefill_attention/int8/d128/g4/p16": _prefill("int8", 128, block_size=16),
+    "prefill_attention/int8/d128/g4/window": _prefill("int8", 128, window=4096),
+    "prefill_attention/int8/d128/g4/few": _prefill("int8", 128, chunks=(256, 64)),
+    "prefill_attention/int8/d64/g4": _prefill("int8", 64),
+    "prefill_attention/int8/d256/g2": _prefill("int8", 256, group=2),
+    "prefill_attention/float32/d64/g4": _prefill("float32", 64, dtype="float32"),
+    "prefill_attention/float32/d128/g4": _prefill("float32", 128, dtype="float32"),
 }

@@ -13,35 +13,12 @@ from pallas_kernels.prefill_attention import prefill_attention, xla
 from pallas_kernels.prefill_attention.cases import (
     PREFILL_CASES,
     PrefillCase,
-    PrefillInputs,
     edge_chunks,
     prefill_inputs,
 )
 from tests.support import attention_oracle
 from tests.support.kv_mutants import exchanged
-from tests.support.tolerance import ATTENTION_LSE, ATTENTION_OUT
-
-jitted = jax.jit(prefill_attention, static_argnames=("options", "implementation"))
-
-
-def run(case: PrefillCase, inputs: PrefillInputs, implementation: str = "xla", **changed) -> AttentionOutput:
-    """Output as float32 numpy arrays; `changed` replaces kv, block_table, cu_q_lens or context_lens."""
-    arrays = {
-        "kv": inputs.rows.kv,
-        "block_table": inputs.rows.block_table,
-        "cu_q_lens": inputs.cu_q_lens,
-        "context_lens": inputs.context_lens,
-    } | changed
-    output = jitted(inputs.q, **arrays, options=case.options, sinks=inputs.sinks, implementation=implementation)
-    assert output.out.dtype == case.dtype and output.lse.dtype == np.float32
-    return AttentionOutput(np.asarray(output.out, np.float32), np.asarray(output.lse))
-
-
-def assert_close(case: PrefillCase, actual: AttentionOutput, expected: AttentionOutput) -> None:
-    chex.assert_trees_all_close(actual.out, expected.out, rtol=0, atol=ATTENTION_OUT[case.dtype])
-    assert np.array_equal(np.isinf(actual.lse), np.isinf(expected.lse)), "tokens without keys differ"
-    seen = np.isfinite(expected.lse)
-    chex.assert_trees_all_close(actual.lse[seen], expected.lse[seen], rtol=1e-6, atol=ATTENTION_LSE[case.dtype])
+from tests.support.prefill_calls import assert_close, cut, run
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
@@ -125,19 +102,9 @@ def test_chunks_do_not_change_a_bit(case):
     """One call with whole chunks, and calls with pieces of them in any company, give each token the same bits."""
     inputs = prefill_inputs(case)
     whole = run(case, inputs)
-    for cut in (1, 63, 64, 65, 149):
-        for piece in (slice(0, cut), slice(cut, None)):
-            ranges = [range(*inputs.cu_q_lens[i : i + 2])[piece] for i in (1, 0)]  # in the other order
-            tokens = np.concatenate([np.asarray(r, np.int64) for r in ranges])
-            padding = np.zeros((len(inputs.q) - len(tokens),), np.int64)
-            first = piece.start or 0
-            part = PrefillInputs(
-                inputs.q[np.concatenate([tokens, padding])],
-                inputs.rows._replace(block_table=inputs.rows.block_table[[1, 0]]),
-                np.cumsum([0, *map(len, ranges)]).astype(np.int32),
-                inputs.context_lens[[1, 0]] + first,
-                inputs.sinks,
-            )
+    for first in (1, 63, 64, 65, 149):
+        for piece in (slice(0, first), slice(first, None)):
+            part, tokens = cut(inputs, piece)
             actual = run(case, part)
             chex.assert_trees_all_equal(
                 jax.tree.map(lambda x: x[: len(tokens)], actual), jax.tree.map(lambda x: x[tokens], whole)
