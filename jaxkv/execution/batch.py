@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxkv.core.plan import PrefillChunk
+from jaxkv.core.plan import PrefillChunk, PrefixGroup
 from jaxkv.execution.decode_state import NO_TOKEN
 from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.cascade import RowGroups, cascade_attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV
@@ -61,6 +62,14 @@ def pack_prefill(
     return batch
 
 
+def pack_groups(groups: tuple[PrefixGroup, ...], *, max_groups: int, block_size: int) -> RowGroups:
+    """`groups` of the leading decode rows, padded to R = max_groups with empty ones."""
+    num_rows, num_blocks = np.zeros((2, max_groups), np.int32)
+    for i, group in enumerate(groups):
+        num_rows[i], num_blocks[i] = group
+    return RowGroups(np.append(np.int32(0), np.cumsum(num_rows, dtype=np.int32)), num_blocks * block_size)
+
+
 def slots_of(block_table: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
     """Flat cache slots i32[T] of positions i32[T] in rows i32[T]."""
     block = block_table.at[rows, positions // block_size].get(mode="promise_in_bounds")
@@ -101,17 +110,29 @@ class DecodeAttention:
     slots: jax.Array  # i32[B]
     block_table: jax.Array  # i32[B, M]
     seq_lens: jax.Array  # i32[B] the new token included; 0 for an idle row
+    groups: RowGroups | None  # whose shared prefixes are attended to once, in layers without a window
     implementation: str = dataclasses.field(metadata={"static": True})
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
     def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
+        options = AttentionOptions(scale, window)
+        if self.groups is not None and window is None:
+            return cascade_attention(
+                q,
+                kv,
+                self.block_table,
+                self.seq_lens,
+                self.groups,
+                options,
+                implementation=self.implementation,
+            ).out
         return decode_attention(
             q,
             kv,
             self.block_table,
             self.seq_lens,
-            AttentionOptions(scale, window),
+            options,
             implementation=self.implementation,
         ).out
