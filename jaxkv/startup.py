@@ -199,9 +199,9 @@ def _resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -
 def _resolve_cascade(config: EngineConfig, model: ModelConfig, implementation: str) -> str:
     """Without Pallas kernels "auto" is "off".
 
-    XLA on a CPU gains little and not always: with 1,024 common tokens a layer of the demo model takes 5.0 ms instead of 7.1
-    for 16 rows, as long for 8, and longer where half of the rows are in no group; and every executable more takes 12 CPU
-    seconds at the first start. On a GPU XLA's loops over tiles are far from what the formula is about.
+    XLA on a CPU gains little and not always: with 1,024 common tokens a layer of the demo model takes 5.0 ms instead of
+    7.1 for 16 rows, as long for 8, and longer where half of the rows are in no group; and every executable more takes
+    12 CPU seconds at the first start. On a GPU XLA's loops over tiles are far from what the formula is about.
     """
     if config.cascade != "off" and all(window is not None for window in model.window_sizes):
         if config.cascade == "on":

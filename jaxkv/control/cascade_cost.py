@@ -5,8 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCost:
-    """What the attention of one layer takes, in seconds. The common L tokens of n rows take n * L * token read row by row,
-    and L * max(token, tile * ceil(n / tile_rows)) read once; whatever the groups, a call with any takes `call` longer.
+    """What the attention of one layer takes, in seconds. The common L tokens of n rows take n * L * token read row by
+    row, and L * max(token, tile * ceil(n / tile_rows)) read once; a call with any groups takes `call` longer.
 
     The shape is that of Hydragen (arXiv 2402.05099) and FlashInfer (flashinfer.ai, 2024-02-02): bytes that are saved
     against arithmetic that stays, a second kernel and a merge.

@@ -1,7 +1,7 @@
-"""Which decode rows share the first blocks of their tables, and which of them are better attended to together (cascade).
+"""Which decode rows share the first blocks of their tables, and which of them had better attend to them together.
 
-Attention reads a shared block once for each row, or once for a group of rows and then merges the parts. One level: a row
-is in one group at most, and its group's prefix is what all of its rows share.
+Attention reads a shared block once for each row, or once for a group of rows and then merges the parts. One level: a
+row is in one group at most, and its group's prefix is what all of its rows share.
 """
 
 import bisect
@@ -23,10 +23,10 @@ class Choice(NamedTuple):
 class PrefixGroups:
     """Finds the groups among running requests.
 
-    All of them are kept in the order of their block ids, with the number of blocks that each shares with the one before:
-    requests with a common prefix are neighbours. A request's place is looked for once, when it is admitted; blocks that
-    it gets later are its own. (Once such a block is full, a newcomer may share it. Should its owner's next block stand in
-    the wrong order to the newcomer's, a longer prefix can be overlooked, but none is ever taken for shared that is not.)
+    All of them are kept in the order of their block ids, with the number of blocks that each shares with the one
+    before: requests with a common prefix are neighbours. A request's place is looked for once, when it is admitted;
+    blocks that it gets later are its own. (Once such a block is full, a newcomer may share it. Should its owner's next
+    block stand in the wrong order to the newcomer's, a longer prefix can be overlooked, but never one be made up.)
     """
 
     def __init__(self, cost: CascadeCost | None, *, block_size: int, max_groups: int):
@@ -63,8 +63,8 @@ class PrefixGroups:
         self._chosen_for = None
 
     def choose(self, decoding: list[RequestState]) -> Choice:
-        """The groups of these running requests that save most. O(rows) when a request came or went since the last call or
-        others decode; otherwise the last choice once more."""
+        """The groups of these running requests that save most. O(rows) when a request came or went since the last call
+        or others decode; otherwise the last choice once more."""
         if not self._max_groups or not decoding:
             return Choice(decoding, ())
         if self._chosen_for != decoding:
@@ -117,8 +117,8 @@ def best_groups(shared: Sequence[int], saved: Callable[[int, int], float]) -> li
     """The spans that save most together, none overlapping another.
 
     `shared[i]` blocks are common to rows i - 1 and i (that of row 0 is not read). All spans worth looking at are the
-    nodes of a tree, as in a trie: rows i to j with the least of shared[i + 1 .. j] as their prefix. From the leaves up, a
-    node is either one group or what is best in its children.
+    nodes of a tree, as in a trie: rows i to j with the least of shared[i + 1 .. j] as their prefix. From the leaves up,
+    a node is either one group or what is best in its children.
 
     Args:
       saved: of a number of rows and of blocks; 0 or less where a group is not worth it.

@@ -127,7 +127,7 @@ class StepPlan:
     decode_kv_tokens: int = 0
     """KV tokens the decode rows attend to in the first step, summed (for cost models)."""
     prefix_groups: tuple[PrefixGroup, ...] = ()
-    """Of the leading rows of `decode`, group after group: what they share is attended to once. Rows after them are alone."""
+    """Of the leading rows of `decode`, group after group: what they share is attended to once. The others are alone."""
 
     def shape(self) -> PlanShape:
         return PlanShape(

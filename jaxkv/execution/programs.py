@@ -120,9 +120,9 @@ class Programs:
 
     `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
     `prefill[T](weights, cache, block_table, batch)`, `first_tokens(weights, state, hidden, row_ids, seq_lens, is_last)`,
-    `decode[B](weights, cache, state, rows, num_steps)` and `cascade[B](weights, cache, state, rows, num_steps, groups)`;
-    cache and state are donated. Cascade is an executable of its own, so that without groups there is neither a launch nor a
-    branch for it: a branch in each layer would make a GPU wait for the host.
+    `decode[B](weights, cache, state, rows, num_steps)`, `cascade[B](weights, cache, state, rows, num_steps, groups)`;
+    cache and state are donated. Cascade is an executable of its own, so that without groups there is neither a launch
+    nor a branch for it: a branch in each layer would make a GPU wait for the host.
     """
 
     def __init__(self, model: Llama, shapes: ProgramShapes, store: ExecutableStore = ExecutableStore(None)):

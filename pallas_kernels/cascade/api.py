@@ -17,8 +17,8 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.layer_kv import LayerKV
 from pallas_kernels.prefill_attention import prefill_attention
 
-# Programs of the prefix part that fill a GPU, query rows (tokens times G) that one holds, and the most parts that a prefix
-# is cut into: each part writes an output of its own, which the merge reads again.
+# Programs of the prefix part that fill a GPU, query rows (tokens times G) that one holds, and the most parts that a
+# prefix is cut into: each part writes an output of its own, which the merge reads again.
 _GPU_PROGRAMS, _TILE_ROWS, _MOST_SPLITS = 128, 128, 8
 
 
@@ -41,15 +41,15 @@ def cascade_attention(
       q: [S, H, D] rotated queries; query head h reads KV head h // G.
       kv: the layer's blocks, with the newest token already written.
       block_table: i32[S, M] block ids in order; entries beyond the row's length may name any block.
-      seq_lens: i32[S] tokens in cache, the newest included; 0 for an idle row, which may be anywhere in a group. No other
-        row of a group is shorter than its prefix.
+      seq_lens: i32[S] tokens in cache, the newest included; 0 for an idle row, which may be anywhere in a group. No
+        other row of a group is shorter than its prefix.
       groups: the rows of S that share a prefix.
       options: without a window: a row's window would cover another part of the prefix than its neighbour's.
       sinks: f32[H] logits that take part in the softmax without a value (see attention_output.add_sinks).
       plan: what `plan_decode` made of these seq_lens and of groups.kv_starts(S), or None to have it made by
         decode_attention.
-      num_splits: parts that every prefix is cut into, attended to side by side; None: as many as fill a GPU with a Pallas
-        implementation, 1 with another.
+      num_splits: parts that every prefix is cut into, attended to side by side; None: as many as fill a GPU with a
+        Pallas implementation, 1 with another.
       implementation: that of the two operations.
     """
     if options.window is not None:
@@ -93,9 +93,9 @@ def _attend_prefixes(
     num_splits: int,
     implementation: str,
 ) -> AttentionOutput:
-    """Every row's attention to the prefix of its group. In the one call that makes it split s of group r is a sequence of
-    its own, whose table is a piece of the group's and whose chunk are the group's queries: keys are stored rotated, so
-    that it does not matter where a piece stands."""
+    """Every row's attention to the prefix of its group. In the one call that makes it split s of group r is a sequence
+    of its own, whose table is a piece of the group's and whose chunk are the group's queries: keys are stored rotated,
+    so that it does not matter where a piece stands."""
     num_rows, num_groups, columns = q.shape[0], groups.prefix_lens.shape[0], block_table.shape[1]
     cu_rows, prefix_lens = jnp.asarray(groups.cu_rows), jnp.asarray(groups.prefix_lens)
     # The rows in no group are one more, with an empty prefix, so that a split's queries are all rows.

@@ -20,8 +20,8 @@ IDLE = -1
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCase:
-    """One batch. `groups` are (shared tokens, own tokens of each row); rows with 0 shared tokens have nothing in common,
-    and of the last `num_ungrouped` rows, which are in no group, nobody is told."""
+    """One batch. `groups` are (shared tokens, own tokens of each row); rows with 0 shared tokens have nothing in
+    common, and of the last `num_ungrouped` rows, which are in no group, nobody is told."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     num_ungrouped: int = 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowGroups:
-    """Groups of neighbouring rows: group r is rows cu_rows[r] to cu_rows[r + 1], and rows from cu_rows[R] on are in none.
+    """Groups of neighbouring rows: group r is rows cu_rows[r] to cu_rows[r + 1]; rows from cu_rows[R] on are in none.
 
     All rows of a group have the same blocks in the first prefix_lens[r] // block_size columns of their tables. A group
     may be empty, and its prefix too: both cost nothing.

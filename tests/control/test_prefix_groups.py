@@ -110,7 +110,7 @@ def test_the_formula_is_the_published_table():
 
 @st.composite
 def tries(draw):
-    """Block lists as a scheduler makes them: every row goes on from a prefix of an earlier one with blocks of its own."""
+    """Block lists as a scheduler makes them: each row goes on from a prefix of an earlier one with blocks of its own."""
     fresh = itertools.count(1)
     order = draw(st.permutations(range(1, 200)))
     rows = []
@@ -236,8 +236,8 @@ def test_forks_share_what_their_parent_has_generated():
 @pytest.mark.slow
 @pytest.mark.parametrize("steady", [True, False])
 def test_host_cost_with_256_rows_in_groups(steady):
-    """Target: under 1 ms a call on a quiet machine. Rows share 8,192 tokens, and fours of them 128 more; `steady`: nobody
-    comes or goes, so that the last choice stands; otherwise all groups are found anew."""
+    """Target: under 1 ms a call on a quiet machine. Rows share 8,192 tokens, and fours of them 128 more; `steady`:
+    nobody comes or goes, so that the last choice stands; otherwise all groups are found anew."""
     limits = ExecutorLimits(100_001, 64, 256, 8192, 256, 16384, 8, max_prefix_groups=16)
     config = SchedulerConfig(cascade=gpu_cost(num_heads=32, num_kv_heads=8, head_dim=128, kv_bytes=4096))
     scheduler = Scheduler(limits, config)

@@ -5,9 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxkv import startup
 from jaxkv.control.cascade_cost import ALWAYS
 from jaxkv.control.engine import Engine
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.plan import PrefixGroup
 from jaxkv.core.request import Request, SamplingParams
@@ -142,6 +145,38 @@ def test_steady_state_compiles_nothing():
     with counting_compilations() as count:
         run_requests(engine, requests(), stagger=1)
     assert engine.stats.cascade_rows > 0 and (count.compilations, count.traces) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "asked, implementation, windows, used",
+    [
+        ("auto", "pallas_triton", (None, 64), "auto"),
+        ("auto", "pallas_triton", (64, 64), "off"),
+        ("auto", "xla", (None, None), "off"),
+        ("on", "xla", (None, 64), "on"),
+        ("off", "pallas_triton", (None, None), "off"),
+    ],
+)
+def test_what_the_setting_means(asked, implementation, windows, used):
+    model = dataclasses.replace(tiny_llama(), window_sizes=windows)
+    config = EngineConfig(cascade=asked, kv_cache_dtype="int8")
+    config = dataclasses.replace(config, cascade=startup._resolve_cascade(config, model, implementation))
+    assert config.cascade == used
+    cost = startup._cascade_cost(config, model)
+    assert (cost is None) == (used == "off") and (cost == ALWAYS) == (used == "on")
+    if used == "auto":
+        assert cost.token == pytest.approx(2 * 2 * (32 + 2) / 3.87e12)  # of one layer
+
+
+def test_cascade_on_needs_a_layer_without_a_window():
+    model = dataclasses.replace(tiny_llama(), window_sizes=(64, 64))
+    with pytest.raises(ConfigError, match="every layer of the model has a sliding window"):
+        startup._resolve_cascade(EngineConfig(cascade="on"), model, "xla")
+
+
+def test_groups_run_in_the_larger_decode_buckets():
+    assert startup._cascade_buckets((1, 4, 16, 64, 256)) == (16, 64, 256)
+    assert startup._cascade_buckets((1, 4, 8)) == (8,) and startup._cascade_buckets((1, 2)) == (2,)
 
 
 def test_groups_as_arrays():

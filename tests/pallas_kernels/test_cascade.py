@@ -78,7 +78,7 @@ def test_reference_equals_float64(case):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Parts(RowGroups):
-    """Shared parts as the groups say, the rows' own as `starts` does: so one of them can be wrong and the other right."""
+    """Shared parts as the groups say, the rows' own as `starts` does: so one can be wrong and the other right."""
 
     starts: jax.Array  # i32[S]
 
