@@ -110,8 +110,8 @@ class DecodeAttention:
     slots: jax.Array  # i32[B]
     block_table: jax.Array  # i32[B, M]
     seq_lens: jax.Array  # i32[B] the new token included; 0 for an idle row
-    groups: RowGroups | None  # whose shared prefixes are attended to once, in layers without a window
     implementation: str = dataclasses.field(metadata={"static": True})
+    groups: RowGroups | None = None  # whose shared prefixes are attended to once, in layers without a window
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
