@@ -25,8 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "scheduling": ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "decode_steps", "max_logprobs"),
     "prefix cache": ("enable_prefix_caching", "share_partial_blocks", "eviction_policy", "eviction_lookahead",
                      "ghost_blocks", "max_pinned_blocks"),
-    "execution": ("enforce_eager", "attention_implementation", "tensor_parallel_size", "compilation_cache_dir",
-                  "fail_on_recompile"),
+    "execution": ("enforce_eager", "attention_implementation", "cascade", "tensor_parallel_size",
+                  "compilation_cache_dir", "fail_on_recompile"),
 }  # fmt: skip
 """Fields of EngineConfig by the heading they have in --help."""
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxkv.control.cascade_cost import ALWAYS, CascadeCost, gpu_cost
 from jaxkv.control.engine import Engine
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -40,6 +41,10 @@ MAX_DECODE_STEPS = 8
 # prompt's KV must not depend on how it was cut into chunks.
 _MIN_PREFILL_TOKENS = 64
 _MAX_PREFILL_SEQS = 16
+# Groups a call; more would pay in the kernel's grid, and the ones that save most come first. Fewer rows than the least
+# bucket of those that groups run in are padded to it.
+_MAX_PREFIX_GROUPS = 16
+_LEAST_CASCADE_BUCKET = 16
 # Each is computed, kept and copied for every token of a call.
 _MOST_LOGPROBS = 1000
 
@@ -190,6 +195,7 @@ def _resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs),
         attention_implementation=implementation,
+        cascade=_resolve_cascade(config, model, implementation),
         compilation_cache_dir=_compilation_cache_dir(config),
     )
 
@@ -205,6 +211,20 @@ def _attention_configuration(model: ModelConfig, block_size: int, kv_format: str
         group=model.num_heads // model.num_kv_heads,
         kv_format=kv_format,
     )
+
+
+def _resolve_cascade(config: EngineConfig, model: ModelConfig, implementation: str) -> str:
+    """Without Pallas kernels "auto" is "off".
+
+    XLA on a CPU gains little and not always: with 1,024 common tokens a layer of the demo model takes 5.0 ms instead of
+    7.1 for 16 rows, as long for 8, and longer where half of the rows are in no group; and every executable more takes
+    12 CPU seconds at the first start. On a GPU XLA's loops over tiles are far from what the formula is about.
+    """
+    if config.cascade != "off" and all(window is not None for window in model.window_sizes):
+        if config.cascade == "on":
+            raise ConfigError("cascade is on, but every layer of the model has a sliding window: set it to auto or off")
+        return "off"
+    return "off" if config.cascade == "auto" and not implementation.startswith("pallas_") else config.cascade
 
 
 def _model_limit(model: ModelConfig) -> int:
@@ -304,6 +324,22 @@ def _decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((1, *geometric_buckets(min(4, max_num_seqs), max_num_seqs, factor))))
 
 
+def _cascade_buckets(decode_buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """The largest decode bucket always: groups may have any number of rows."""
+    return tuple(bucket for bucket in decode_buckets if bucket >= min(_LEAST_CASCADE_BUCKET, decode_buckets[-1]))
+
+
+def _cascade_cost(config: EngineConfig, model: ModelConfig) -> CascadeCost | None:
+    if config.cascade == "auto":
+        return gpu_cost(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            kv_bytes=kv_bytes_per_token(model, config.kv_cache_dtype) // model.num_layers,
+        )
+    return ALWAYS if config.cascade == "on" else None
+
+
 def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Programs:
     limits = ExecutorLimits(
         num_blocks=memory.num_blocks + 1,
@@ -313,7 +349,9 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         max_prefill_seqs=min(config.max_num_seqs, _MAX_PREFILL_SEQS),
         max_model_len=memory.max_model_len,
         max_decode_steps=1 if config.enforce_eager else MAX_DECODE_STEPS,
+        max_prefix_groups=0 if config.cascade == "off" else min(_MAX_PREFIX_GROUPS, config.max_num_seqs // 2),
     )
+    decode_buckets = _decode_buckets(config.max_num_seqs)
     shapes = ProgramShapes(
         model=model,
         dtype=config.dtype,
@@ -322,9 +360,10 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         prefill_buckets=geometric_buckets(
             _MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2
         ),
-        decode_buckets=_decode_buckets(config.max_num_seqs),
+        decode_buckets=decode_buckets,
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
+        cascade_buckets=_cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
     )
     abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
@@ -343,6 +382,7 @@ def _scheduler_config(
         eviction_lookahead=config.eviction_lookahead,
         ghost_blocks=config.ghost_blocks,
         max_pinned_blocks=config.max_pinned_blocks,
+        cascade=_cascade_cost(config, model),
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,

@@ -18,6 +18,7 @@ class ExecutorLimits:
       max_model_len: most tokens a row; its table has ceil(max_model_len / block_size) columns, M.
       max_decode_steps: largest C.
       max_stop_ids: most ids that end a row, W.
+      max_prefix_groups: most groups of rows that a plan may name; 0: no cascade.
     """
 
     num_blocks: int
@@ -28,6 +29,7 @@ class ExecutorLimits:
     max_model_len: int
     max_decode_steps: int
     max_stop_ids: int = 80
+    max_prefix_groups: int = 0
 
 
 class StepHandle(Protocol):

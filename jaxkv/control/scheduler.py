@@ -30,6 +30,7 @@ from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
 from jaxkv.control.lookahead import LookAhead
+from jaxkv.control.prefix_groups import PrefixGroups
 from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
 from jaxkv.control.request_checks import check_states
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
@@ -65,6 +66,9 @@ class Scheduler:
             num_ghosts=config.ghost_blocks,
         )
         self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
+        self.prefix_groups = PrefixGroups(
+            config.cascade, block_size=limits.block_size, max_groups=limits.max_prefix_groups
+        )
         self.waiting = WaitingQueue(lookahead, config.eviction_lookahead)
         self.running: list[RequestState] = []  # sorted by rank
         self._live: dict[str, RequestState] = {}
@@ -179,6 +183,10 @@ class Scheduler:
                 self.waiting.push(state)
         copies = self.prefixes.end_admissions()
         num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
+        in_groups, prefix_groups = self.prefix_groups.choose(decoding)
+        if prefix_groups:
+            left_of = dict(zip(decoding, remaining, strict=True))
+            decoding, remaining = in_groups, [left_of[state] for state in in_groups]
         decode_kv_tokens = 0
         for state, left in zip(decoding, remaining, strict=True):
             if state.num_uploaded_blocks < len(state.blocks):
@@ -199,6 +207,7 @@ class Scheduler:
             decode=tuple([state.decode_row for state in decoding]),
             num_steps=num_steps,
             decode_kv_tokens=decode_kv_tokens,
+            prefix_groups=prefix_groups,
         )
         self._next_step_id += 1
         self._in_flight.append((plan, flights))
@@ -286,6 +295,7 @@ class Scheduler:
             self.stats.queue_time.add(now - state.arrival)
         state.parent = None
         state.num_uploaded_blocks = len(state.blocks)
+        self.prefix_groups.add(state)
         return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
 
     def _add_chunk(self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[Flight]) -> int:
@@ -394,6 +404,10 @@ class Scheduler:
                 if reason is not None:
                     self._end(state, reason, now)
                 outputs.append(state.output(row, reason))
+        if plan.prefix_groups:
+            in_groups = sum([group.num_rows for group in plan.prefix_groups])
+            decoded = result.rows[len(result.rows) - len(plan.decode) :]
+            self.stats.cascade_rows += sum([len(row.token_ids) for row in decoded[:in_groups]])
         self.stats.generated_tokens += num_generated
         self.stats.itl.extend(gaps)
         return outputs
@@ -404,6 +418,7 @@ class Scheduler:
         """Give row and blocks back. What is in flight still runs, before anything that later plans do with them."""
         del self.running[bisect.bisect_left(self.running, state.rank, key=lambda other: other.rank)]
         heapq.heappush(self._free_rows, state.row)
+        self.prefix_groups.remove(state)
         self.prefixes.publish(state, state.num_computed, planned=False)
         self.blocks.free(state.blocks)
         state.row, state.decode_row = -1, None
@@ -426,6 +441,7 @@ class Scheduler:
         self.blocks.check([state.blocks for state in self.running] + self.prefixes.pins.owners())
         rows = [state.row for state in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
+        self.prefix_groups.check(self.running)
         check_states(self.running, list(self.waiting), self._live.values(), self.limits.block_size)
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxkv.control.cascade_cost import CascadeCost
 from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.errors import ConfigError
@@ -23,6 +24,7 @@ class SchedulerConfig:
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
       vocab_size: prompt token ids must be below it.
+      cascade: what attending to a shared prefix once saves and costs; None: it is never done.
       cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
     """
 
@@ -37,6 +39,7 @@ class SchedulerConfig:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
+    cascade: CascadeCost | None = None
     cache_root: bytes = b""
 
     def check(self, limits: ExecutorLimits) -> None:

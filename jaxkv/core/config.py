@@ -65,6 +65,9 @@ class EngineConfig:
     """GPUs that share one model. Only 1 for now."""
     attention_implementation: str | None = None
     """Names a kernel implementation (`xla`, `reference`, ...), which then runs or raises; None picks the best supported once."""
+    cascade: Literal["auto", "on", "off"] = "auto"
+    """Attend to a prefix that decode rows share once for all of them: auto where a formula says that it is faster, with
+    Pallas kernels only; on wherever a block is shared, for comparisons."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for with logprobs."""
     compilation_cache_dir: str | None = None

@@ -157,6 +157,7 @@ class EngineStats:
       computed_tokens: tokens run through prefill, those recomputed after a preemption included.
       generated_tokens: tokens delivered.
       preemptions: times a running request gave its blocks back.
+      cascade_rows: rows times steps whose attention to a shared prefix was computed once for their group.
       steps: plans made. decode_calls: plans that decode. loop_steps: how many decode calls had each C.
       itl: time between two deliveries to one request (one call may deliver several tokens; TPOT is the mean a token).
       prefix_cache: what the prefix cache gave, and why not more; when it is off, of forks only.
@@ -172,6 +173,7 @@ class EngineStats:
         self.computed_tokens = 0
         self.generated_tokens = 0
         self.preemptions = 0
+        self.cascade_rows = 0
         self.steps = 0
         self.decode_calls = 0
         self.loop_steps: collections.Counter[int] = collections.Counter()

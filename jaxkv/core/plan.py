@@ -88,6 +88,13 @@ class DecodeRow:
     row: int
 
 
+class PrefixGroup(NamedTuple):
+    """`num_rows` decode rows, neighbours in the plan, whose tables begin with the same `num_blocks` full blocks."""
+
+    num_rows: int
+    num_blocks: int
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanShape:
     """All that a cost model may see of a plan.
@@ -119,6 +126,8 @@ class StepPlan:
     """Most decode steps in this call, C; 0 when nothing decodes."""
     decode_kv_tokens: int = 0
     """KV tokens the decode rows attend to in the first step, summed (for cost models)."""
+    prefix_groups: tuple[PrefixGroup, ...] = ()
+    """Of the leading rows of `decode`, group after group: what they share is attended to once. The others are alone."""
 
     def shape(self) -> PlanShape:
         return PlanShape(

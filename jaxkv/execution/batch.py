@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
-from jaxkv.core.plan import PrefillChunk
+from jaxkv.core.plan import PrefillChunk, PrefixGroup
 from jaxkv.execution.decode_state import NO_TOKEN
 from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.cascade import RowGroups, cascade_attention
 from pallas_kernels.decode_attention import SplitPlan, decode_attention, plan_decode
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV
@@ -62,6 +63,14 @@ def pack_prefill(
     return batch
 
 
+def pack_groups(groups: tuple[PrefixGroup, ...], *, max_groups: int, block_size: int) -> RowGroups:
+    """`groups` of the leading decode rows, padded to R = max_groups with empty ones."""
+    num_rows, num_blocks = np.zeros((2, max_groups), np.int32)
+    for i, group in enumerate(groups):
+        num_rows[i], num_blocks[i] = group
+    return RowGroups(np.append(np.int32(0), np.cumsum(num_rows, dtype=np.int32)), num_blocks * block_size)
+
+
 def slots_of(block_table: jax.Array, rows: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
     """Flat cache slots i32[T] of positions i32[T] in rows i32[T]."""
     block = block_table.at[rows, positions // block_size].get(mode="promise_in_bounds")
@@ -103,29 +112,48 @@ class DecodeAttention:
     block_table: jax.Array  # i32[B, M]
     seq_lens: jax.Array  # i32[B] the new token included; 0 for an idle row
     implementation: str = dataclasses.field(metadata={"static": True})
+    groups: RowGroups | None = None  # whose shared prefixes are attended to once, in layers without a window
     plans: dict[int, SplitPlan | None] = dataclasses.field(default_factory=dict)  # by window, 0 without one
 
     def planned(self, kv: LayerKV, windows: Iterable[int | None]) -> "DecodeAttention":
         """With the work split once for all layers that have the same window; `kv` is any layer's. Layers of other windows
         plan for themselves."""
-        plans = {
-            window or 0: plan_decode(
-                kv, self.block_table, self.seq_lens, window=window, implementation=self.implementation
+
+        def plan(window: int | None) -> SplitPlan | None:
+            groups = self.groups if window is None else None
+            return plan_decode(
+                kv,
+                self.block_table,
+                self.seq_lens,
+                window=window,
+                kv_starts=None if groups is None else groups.kv_starts(self.seq_lens.shape[0]),
+                implementation=self.implementation,
             )
-            for window in set(windows)
-        }
-        return dataclasses.replace(self, plans=plans)
+
+        return dataclasses.replace(self, plans={window or 0: plan(window) for window in set(windows)})
 
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
     def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
+        options = AttentionOptions(scale, window)
+        if self.groups is not None and window is None:
+            return cascade_attention(
+                q,
+                kv,
+                self.block_table,
+                self.seq_lens,
+                self.groups,
+                options,
+                plan=self.plans.get(0),
+                implementation=self.implementation,
+            ).out
         return decode_attention(
             q,
             kv,
             self.block_table,
             self.seq_lens,
-            AttentionOptions(scale, window),
+            options,
             plan=self.plans.get(window or 0),
             implementation=self.implementation,
         ).out

@@ -12,6 +12,7 @@ from jaxkv.execution.kv_cache import KVCache
 from jaxkv.execution.logit_adjustments import adjust, count_tokens
 from jaxkv.execution.step_output import StepOutput, finish_flags, pack_flags
 from jaxkv.models.llama import Llama
+from pallas_kernels.cascade import RowGroups
 
 
 @jax.tree_util.register_dataclass
@@ -33,13 +34,14 @@ def decode_one(
     rows: DecodeState,
     adjustments: Adjustments,
     row_ids: jax.Array,
+    groups: RowGroups | None,
     *,
     implementation: str,
     num_top: int,
 ) -> tuple[tuple, DecodeState, jax.Array, jax.Array, jax.Array, sampling.Logprobs]:
     """One step of B rows: write KV, attend, sample, test for the end. Inactive rows write to the null block.
 
-    `rows` is the state of rows `row_ids` i32[B], `adjustments` that of all rows.
+    `rows` is the state of rows `row_ids` i32[B], `adjustments` that of all rows; `groups` are of the B rows.
     Returns layers, rows, tokens i32[B], stopped bool[B], exhausted bool[B], logprobs.
     """
     active, position = rows.active, rows.seq_len
@@ -50,6 +52,7 @@ def decode_one(
         slots=jnp.where(active, slots, batch % block_size),
         block_table=rows.block_table,
         seq_lens=jnp.where(active, position + 1, 0),
+        groups=groups,
         implementation=implementation,
     ).planned(layers[0], model.config.window_sizes)
     hidden, layers = model(rows.last_token, position, layers, attention)
@@ -75,6 +78,7 @@ def decode_steps(
     state: DecodeState,
     row_ids: jax.Array,
     num_steps: jax.Array,
+    groups: RowGroups | None = None,
     *,
     max_steps: int,
     implementation: str,
@@ -82,7 +86,8 @@ def decode_steps(
 ) -> tuple[KVCache, DecodeState, StepOutput]:
     """Decode rows `row_ids` i32[B] (padding: the dead row) for up to `num_steps` i32[] <= max_steps steps.
 
-    Leaves early only when no row is active. Blocks for all steps must be in the tables.
+    Leaves early only when no row is active. Blocks for all steps must be in the tables. With `groups`, leading rows of
+    `row_ids` attend to what they share together.
     """
     num_rows = row_ids.shape[0]
     rows = state.take(row_ids)
@@ -110,7 +115,14 @@ def decode_steps(
         was_active = carry.rows.active
         adjustments = dataclasses.replace(state.adjustments, token_counts=carry.token_counts)
         layers, rows, tokens, stopped, exhausted, logprobs = decode_one(
-            model, carry.layers, carry.rows, adjustments, row_ids, implementation=implementation, num_top=num_top
+            model,
+            carry.layers,
+            carry.rows,
+            adjustments,
+            row_ids,
+            groups,
+            implementation=implementation,
+            num_top=num_top,
         )
         counted = jnp.where(was_active & rows.sampling.adjusts, row_ids, state.dead_row)
         return _Carry(

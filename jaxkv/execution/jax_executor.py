@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import numpy as np
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import Clock
@@ -11,7 +10,7 @@ from jaxkv.core.plan import Admission, PrefillChunk, StepPlan, StepResult, StepT
 from jaxkv.core.request import SamplingParams
 from jaxkv.execution import compile_watch
 from jaxkv.execution.logit_adjustments import pack_adjustments
-from jaxkv.execution.programs import Programs, bucket_for
+from jaxkv.execution.programs import Programs
 from jaxkv.execution.step_output import Owner, StepOutput, read_rows
 
 
@@ -64,7 +63,7 @@ class JaxExecutor:
         return handle
 
     def _submit(self, plan: StepPlan) -> JaxStepHandle:
-        programs, shapes = self._programs, self._programs.shapes
+        programs = self._programs
         submitted = self._clock.now()
         parts = []
         for copies in programs.pack_copies(plan.block_copies) if plan.block_copies else ():
@@ -81,12 +80,7 @@ class JaxExecutor:
             )
             parts.append((output, self._chunk_owners(plan.prefill)))
         if plan.decode:
-            bucket = bucket_for(shapes.decode_buckets, len(plan.decode))
-            rows = np.full((bucket,), self.limits.max_num_seqs, np.int32)
-            rows[: len(plan.decode)] = [d.row for d in plan.decode]
-            self._cache, self._state, output = programs.decode[bucket](
-                self._weights, self._cache, self._state, rows, np.int32(plan.num_steps)
-            )
+            self._cache, self._state, output = programs.run_decode(self._weights, self._cache, self._state, plan)
             parts.append((output, [Owner(d.request_id, self._sampling_of_row[d.row].logprobs) for d in plan.decode]))
         return JaxStepHandle(plan.step_id, parts, self._clock, submitted)
 

@@ -19,10 +19,10 @@ from flax import nnx
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig
-from jaxkv.core.plan import BlockCopy, PrefillChunk
+from jaxkv.core.plan import BlockCopy, PrefillChunk, PrefixGroup, StepPlan
 from jaxkv.core.progress import Progress
 from jaxkv.execution import compile_watch
-from jaxkv.execution.batch import pack_prefill
+from jaxkv.execution.batch import pack_groups, pack_prefill
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
 from jaxkv.execution.executable_store import ExecutableStore
@@ -32,6 +32,7 @@ from jaxkv.execution.prefill import first_tokens, prefill_step
 from jaxkv.execution.step_output import StepOutput
 from jaxkv.models.llama import Llama
 from pallas_kernels.block_copy import block_copy
+from pallas_kernels.cascade import RowGroups
 
 # Rows of the one compiled block-copy call; more copies take more calls.
 MAX_COPIES = 16
@@ -60,6 +61,7 @@ class ProgramShapes:
 
     Attributes:
       prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
+      cascade_buckets: those of them that rows with shared prefixes can run in; none without limits.max_prefix_groups.
       num_top: logprob alternatives computed when a row asks.
     """
 
@@ -71,6 +73,7 @@ class ProgramShapes:
     decode_buckets: tuple[int, ...]
     num_top: int
     implementation: str
+    cascade_buckets: tuple[int, ...] = ()
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -116,8 +119,10 @@ class Programs:
     """The step functions, taking the weights as a flat tuple of leaves (cheap to pass on every call).
 
     `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
-    `prefill[T](weights, cache, block_table, batch)`, `first_tokens(weights, state, hidden, row_ids, seq_lens, is_last)` and
-    `decode[B](weights, cache, state, rows, num_steps)`; cache and state are donated.
+    `prefill[T](weights, cache, block_table, batch)`, `first_tokens(weights, state, hidden, row_ids, seq_lens, is_last)`,
+    `decode[B](weights, cache, state, rows, num_steps)`, `cascade[B](weights, cache, state, rows, num_steps, groups)`;
+    cache and state are donated. Cascade is an executable of its own, so that without groups there is neither a launch
+    nor a branch for it: a branch in each layer would make a GPU wait for the host.
     """
 
     def __init__(self, model: Llama, shapes: ProgramShapes, store: ExecutableStore = ExecutableStore(None)):
@@ -139,9 +144,9 @@ class Programs:
         def first(weights, state, hidden, row_ids, seq_lens, is_last):
             return first_tokens(merge(weights), state, hidden, row_ids, seq_lens, is_last, num_top=shapes.num_top)
 
-        def decode(weights, cache, state, rows, num_steps):
+        def decode(weights, cache, state, rows, num_steps, groups=None):
             max_steps = shapes.limits.max_decode_steps
-            return decode_steps(merge(weights), cache, state, rows, num_steps, max_steps=max_steps, **options)
+            return decode_steps(merge(weights), cache, state, rows, num_steps, groups, max_steps=max_steps, **options)
 
         copy_in_layer = jax.jit(
             functools.partial(block_copy, implementation=shapes.implementation)
@@ -157,6 +162,7 @@ class Programs:
             "prefill": (prefill, (1,)),
             "first": (first, (1,)),
             "decode": (decode, (1, 2)),
+            "cascade": (decode, (1, 2)),
         }
         # Un-jitted until `finish` replaces them: that is what enforce_eager runs.
         self.apply_updates: Callable = apply_updates
@@ -165,6 +171,7 @@ class Programs:
         self.first_tokens: Callable = first
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
         self.decode: dict[int, Callable] = {bucket: decode for bucket in shapes.decode_buckets}
+        self.cascade: dict[int, Callable] = {bucket: decode for bucket in shapes.cascade_buckets}
 
     @functools.cached_property
     def abstract_cache(self) -> KVCache:
@@ -177,7 +184,8 @@ class Programs:
     def lower(
         self, kind: str, bucket: int | None = None, sharding: jax.sharding.Sharding | None = None
     ) -> jax.stages.Lowered:
-        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode") for a bucket.
+        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode", "cascade") for a
+        bucket.
 
         `sharding` is that of all arguments, for devices other than the default one, which need not exist.
         """
@@ -202,6 +210,8 @@ class Programs:
                 np.zeros((bucket,), np.int32),
                 np.int32(limits.max_decode_steps),
             )
+            if kind == "cascade":
+                args += (self.pack_groups(()),)
         function, donated = self._functions[kind]
         if sharding is not None:
             args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -242,7 +252,8 @@ class Programs:
 
     def largest(self) -> list[Work]:
         """The step functions with the biggest temporaries."""
-        return [("prefill", self.shapes.prefill_buckets[-1]), ("decode", self.shapes.decode_buckets[-1])]
+        cascade = [("cascade", bucket) for bucket in self.shapes.cascade_buckets[-1:]]
+        return [("prefill", self.shapes.prefill_buckets[-1]), ("decode", self.shapes.decode_buckets[-1]), *cascade]
 
     def finish(self) -> WarmUp:
         """Wait for everything that `start` began, and use it from now on."""
@@ -257,6 +268,7 @@ class Programs:
         self.first_tokens = executables["first", None]
         self.prefill = {b: executables["prefill", b] for b in self.shapes.prefill_buckets}
         self.decode = {b: executables["decode", b] for b in self.shapes.decode_buckets}
+        self.cascade = {b: executables["cascade", b] for b in self.shapes.cascade_buckets}
         return WarmUp(len(built), sum(cached for _, cached in built.values()), time.monotonic() - self._begin)
 
     def compile(self, progress: Progress) -> WarmUp:
@@ -267,6 +279,7 @@ class Programs:
     def _all_work(self) -> list[Work]:
         buckets = [("prefill", b) for b in self.shapes.prefill_buckets]
         buckets += [("decode", b) for b in self.shapes.decode_buckets]
+        buckets += [("cascade", b) for b in self.shapes.cascade_buckets]
         rest = [item for item in sorted(buckets, key=lambda item: -item[1]) if item not in self.largest()]
         return [*self.largest(), *rest, ("first", None), ("update", None), ("adjust", None), ("copy", None)]
 
@@ -283,6 +296,20 @@ class Programs:
             state, sampled = self.first_tokens(weights, state, hidden, batch.rows, seq_lens, batch.is_last)
         return cache, state, StepOutput.of_prefill(sampled, prompt_logprobs, len(batch.rows))
 
+    def run_decode(
+        self, weights: tuple[jax.Array, ...], cache: KVCache, state: DecodeState, plan: StepPlan
+    ) -> tuple[KVCache, DecodeState, StepOutput]:
+        """The plan's decode rows, in the smallest bucket that holds them."""
+        shapes = self.shapes
+        buckets = shapes.cascade_buckets if plan.prefix_groups else shapes.decode_buckets
+        bucket = bucket_for(buckets, len(plan.decode))
+        rows = np.full((bucket,), shapes.limits.max_num_seqs, np.int32)
+        rows[: len(plan.decode)] = [entry.row for entry in plan.decode]
+        args = (weights, cache, state, rows, np.int32(plan.num_steps))
+        if plan.prefix_groups:
+            return self.cascade[bucket](*args, self.pack_groups(plan.prefix_groups))
+        return self.decode[bucket](*args)
+
     # ---- plans as arguments
 
     def pack_updates(self, updates):
@@ -297,6 +324,10 @@ class Programs:
 
     def pack_copies(self, copies: tuple[BlockCopy, ...]):
         return _pack_copies(copies)
+
+    def pack_groups(self, groups: tuple[PrefixGroup, ...]) -> RowGroups:
+        limits = self.shapes.limits
+        return pack_groups(groups, max_groups=limits.max_prefix_groups, block_size=limits.block_size)
 
     def pack_prefill(self, chunks, bucket: int):
         limits = self.shapes.limits

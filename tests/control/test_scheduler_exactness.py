@@ -16,7 +16,7 @@ def test_long_random_runs_are_exact():
     """Fewer surprises than hypothesis finds, but deep queues and thousands of steps on one pool."""
     forced = preemptions = shared = 0
     cached_by, missed = [0, 0], dict.fromkeys(MissReason, 0)
-    forks = 0
+    forks = cascade_rows = 0
     for seed in range(80):
         rng = random.Random(seed)
         driver = Driver(*random_setup(rng))
@@ -40,13 +40,14 @@ def test_long_random_runs_are_exact():
         driver.drain()
         preemptions += driver.scheduler.stats.preemptions
         shared += driver.scheduler.stats.cached_tokens
+        cascade_rows += driver.scheduler.stats.cascade_rows
         cache = driver.scheduler.stats.prefix_cache
         cached_by[0] += cache.hit_full_block
         cached_by[1] += cache.hit_partial_block
         for reason, count in cache.missed.items():
             missed[reason] += count
     # Else the runs did not exercise what they are for.
-    assert forks > 200
+    assert forks > 200 and cascade_rows > 200
     assert preemptions - forced > 100 and shared > 1000 and min(cached_by) > 300
     assert {reason for reason, count in missed.items() if count > 10} == set(MissReason)
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jaxkv.control.cascade_cost import ALWAYS
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.prefix_index import chain_hashes
 from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
@@ -29,6 +30,13 @@ class BrokenScheduler(Scheduler):
         if plan is not None and self.mutation == "copy_too_little":
             copies = tuple(dataclasses.replace(copy, num_tokens=copy.num_tokens - 1) for copy in plan.block_copies)
             plan = dataclasses.replace(plan, block_copies=tuple(copy for copy in copies if copy.num_tokens))
+        if plan is not None and self.mutation == "group_of_too_many_blocks":
+            groups = tuple(group._replace(num_blocks=group.num_blocks + 1) for group in plan.prefix_groups)
+            plan = dataclasses.replace(plan, prefix_groups=groups)
+        if plan is not None and self.mutation == "group_of_other_rows":
+            plan = dataclasses.replace(
+                plan, decode=plan.decode[1:] + plan.decode[:1] if plan.prefix_groups else plan.decode
+            )
         return plan
 
     def _is_early(self, state):
@@ -73,12 +81,17 @@ def hashes_without_parent(parent, blocks):
         "fork_too_early",
         "fork_writes_to_shared_block",
         "fork_shares_last_token",
+        "group_of_too_many_blocks",
+        "group_of_other_rows",
     ],
 )
 def test_oracle_catches_mutants(mutation, monkeypatch):
-    limits = ExecutorLimits(40, 4, 4, 30, 3, 40, 8)
-    driver = Driver(limits, SchedulerConfig(seed=3), 2)
-    driver.scheduler = BrokenScheduler(limits, SchedulerConfig(seed=3))
+    limits, config = (
+        ExecutorLimits(40, 4, 4, 30, 3, 40, 8, max_prefix_groups=2),
+        SchedulerConfig(cascade=ALWAYS, seed=3),
+    )
+    driver = Driver(limits, config, 2)
+    driver.scheduler = BrokenScheduler(limits, config)
     driver.scheduler.mutation = mutation
     if mutation == "hash_without_parent":
         monkeypatch.setattr("jaxkv.control.request_state.chain_hashes", hashes_without_parent)

@@ -99,6 +99,7 @@ class HistoryExecutor:
         kv_tokens = sum(self.rows[entry.row].seq_len + 1 for entry in plan.decode)
         if all(self.rows[entry.row].active for entry in plan.decode):
             assert plan.decode_kv_tokens == kv_tokens
+        self._check_groups(plan)
         emitted = {entry.row: [] for entry in plan.decode}
         for entry in plan.decode:
             assert self.rows[entry.row].request_id == entry.request_id
@@ -114,6 +115,18 @@ class HistoryExecutor:
         results += [self._result(self.rows[entry.row], emitted[entry.row]) for entry in plan.decode]
         when = float(self.num_submitted)
         return StepResult(plan.step_id, tuple(results), StepTiming(submitted=when, finished=when))
+
+    def _check_groups(self, plan):
+        """Blocks that a group shares are in all its rows' tables, and full of their history already."""
+        assert len(plan.prefix_groups) <= self.limits.max_prefix_groups
+        rows = iter(plan.decode)
+        for group in plan.prefix_groups:
+            assert group.num_rows >= 2 and group.num_blocks >= 1
+            members = [self.rows[next(rows).row] for _ in range(group.num_rows)]
+            for row in members:
+                assert row.seq_len >= group.num_blocks * self.limits.block_size
+                for column in range(group.num_blocks):
+                    assert row.table[column] == members[0].table[column], "a group shares what it does not"
 
     def _copy_blocks(self, copies):
         """Real executors copy some at a time, so that no source may be another copy's target."""

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 
+from jaxkv.control.cascade_cost import ALWAYS
 from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.scheduler import Scheduler
@@ -184,6 +185,7 @@ def random_setup(rng):
         max_prefill_seqs=rng.randint(1, 3),
         max_model_len=max_model_len,
         max_decode_steps=rng.choice([1, 2, 8]),
+        max_prefix_groups=rng.randint(0, 2),
     )
     config = SchedulerConfig(
         policy=rng.choice(["fcfs", "priority"]),
@@ -193,6 +195,7 @@ def random_setup(rng):
         eviction_policy=rng.choice(EVICTION_POLICIES),
         ghost_blocks=rng.choice([None, 0, 2]),
         max_pinned_blocks=pinned,
+        cascade=rng.choice([None, ALWAYS]),
         seed=rng.randrange(100),
     )
     return limits, config, rng.choice([1, 2, 2, 3])

@@ -44,7 +44,8 @@ def make_programs(
     decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,),
     **changed,
 ) -> Programs:
-    """Not compiled yet. Unless told, one bucket each, to compile little, and KV as wide as `dtype`; `changed` are limits."""
+    """Not compiled yet. Unless told, one bucket each, to compile little, and KV as wide as `dtype`; `changed` are limits. With
+    `max_prefix_groups` all decode buckets but that of one row take groups."""
     limits = dataclasses.replace(LIMITS, **changed)
     shapes = ProgramShapes(
         model=config,
@@ -55,14 +56,16 @@ def make_programs(
         decode_buckets=decode_buckets,
         num_top=NUM_TOP,
         implementation=implementation,
+        cascade_buckets=tuple(bucket for bucket in decode_buckets if bucket > 1 and limits.max_prefix_groups),
     )
     return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len), shapes)
 
 
 @functools.lru_cache
-def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size) -> Programs:
+def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size, **settings) -> Programs:
+    """`settings` are make_programs' own."""
     buckets = (1, LIMITS.max_num_seqs) if block_size == LIMITS.block_size else (LIMITS.max_num_seqs,)
-    programs = make_programs(config, block_size=block_size, decode_buckets=buckets)
+    programs = make_programs(config, block_size=block_size, decode_buckets=buckets, **settings)
     programs.compile(SilentProgress())
     return programs
 
@@ -91,9 +94,11 @@ def make_engine(
     num_blocks: int = LIMITS.num_blocks,
     max_in_flight: int = 2,
     scheduler: SchedulerConfig = SchedulerConfig(),
+    **settings,
 ) -> Engine:
+    """`settings` are make_programs' own: what is compiled."""
     clock = MonotonicClock()
-    executor = JaxExecutor(compiled_programs(config, block_size), weights(config), clock)
+    executor = JaxExecutor(compiled_programs(config, block_size, **settings), weights(config), clock)
     limits = dataclasses.replace(executor.limits, max_num_batched_tokens=chunk, num_blocks=num_blocks)
     return Engine(LimitedExecutor(executor, limits), scheduler, clock=clock, max_in_flight=max_in_flight)
 
