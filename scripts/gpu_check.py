@@ -70,7 +70,7 @@ def _config() -> dict[str, Any]:
     return {name: flags.FLAGS[name].value for name in names}
 
 
-def _steps(parts: list[str], seconds_left: Callable[[], float]) -> list[Step]:
+def _steps(parts: list[str]) -> list[Step]:
     small = _INTERPRET.value
     ours = f"--implementation={'pallas_triton_interpreted' if small else 'pallas_triton'}"
     tiny = ("--small",) * small
@@ -84,7 +84,11 @@ def _steps(parts: list[str], seconds_left: Callable[[], float]) -> list[Step]:
         return Step("engine", f"engine, {kv_dtype} K/V", command, _read_document)
 
     bench = ["scripts/bench_kernels.py", ours]
-    bench += ["--rehearse"] if small else ["--rivals=jax_pallas,cudnn_paged,torch_sdpa,cudnn_dense"]
+    bench += (
+        ["--rehearse", "--rivals=", "--sections=decode,kv_write"]
+        if small
+        else ["--rivals=jax_pallas,cudnn_paged,torch_sdpa,cudnn_dense"]
+    )
     steps = {
         "kernels": [kernels(op) for op in OPS if op in _OPS.value],
         "tests": [
@@ -111,7 +115,7 @@ def _measure(report: measurement.Report) -> None:
         report.config["gpu"] = _gpu()
         report.console.print(f"on {report.config['gpu']}", highlight=False)
     parts = _PARTS.value or [part for part in PARTS if part != "tests" or not _INTERPRET.value]
-    steps = _steps(parts, seconds_left)
+    steps = _steps(parts)
     done = []
     for step in steps:
         if seconds_left() < _LEAST:

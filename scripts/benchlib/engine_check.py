@@ -9,7 +9,6 @@ their tokens may part where two tokens are almost equally likely, and only there
 import dataclasses
 import functools
 import gc
-import itertools
 import os
 import time
 from typing import Any
@@ -18,12 +17,13 @@ import numpy as np
 from absl import flags
 
 from benchlib.partial_report import save
+from benchlib.token_parity import Told, compare_tokens
 from jaxkv import measurement
 from jaxkv.control.engine import Engine
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.model_config import ModelConfig, RopeConfig
 from jaxkv.core.progress import SilentProgress
-from jaxkv.core.request import Request, RequestOutput, SamplingParams, TokenLogprobs
+from jaxkv.core.request import Request, RequestOutput, SamplingParams
 
 _IMPLEMENTATION = flags.DEFINE_string("implementation", "pallas_triton", "The attention that is checked.")
 _KV_DTYPE = flags.DEFINE_string("kv_cache_dtype", "auto", "Stored KV format.")
@@ -144,9 +144,6 @@ def _step(engine: Engine) -> list[RequestOutput]:
     return outputs
 
 
-Told = dict[str, tuple[TokenLogprobs, ...]]
-
-
 def _greedy(built, load: Load) -> Told:
     """All prompts at once; each token with the likeliest two."""
     rng = np.random.default_rng(0)
@@ -159,29 +156,6 @@ def _greedy(built, load: Load) -> Told:
         for output in _step(built.engine):
             told[output.request_id] = told.get(output.request_id, ()) + (output.logprobs or ())
     return told
-
-
-def compare_tokens(ours: Told, theirs: Told, near_tie: float) -> tuple[int, int, list[str]]:
-    """(requests that agree, tokens up to where they part, what is wrong). Requests agree when all tokens are equal, or part
-    at a step where they hold both tokens for almost equally likely; from there on the texts are different ones."""
-    right, equal, wrong = 0, 0, []
-    for name, mine in ours.items():
-        pairs = list(zip(mine, theirs[name], strict=True))
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].token_id == pair[1].token_id, pairs))
-        equal += same
-        if same == len(pairs):
-            right += 1
-            continue
-        a, b = pairs[same]
-        # What each gives the other's choice, against its own.
-        gaps = [x.logprob - dict(x.top).get(y.token_id, -np.inf) for x, y in ((a, b), (b, a))]
-        if max(gaps) <= near_tie:
-            right += 1
-        else:
-            wrong.append(
-                f"prompt of {name}: token {same} is {a.token_id}, with xla {b.token_id}, {max(gaps):.3f} apart"
-            )
-    return right, equal, wrong
 
 
 def _tokens_a_second(built, load: Load, rows: int) -> float:

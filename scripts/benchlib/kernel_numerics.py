@@ -21,6 +21,8 @@ from jaxkv import measurement
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.block_copy import cases as copy_cases
+from pallas_kernels.cascade import cascade_attention
+from pallas_kernels.cascade import cases as cascade_cases
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.kv_write import cases as write_cases
@@ -91,9 +93,7 @@ def cases_of(op: str, small: bool) -> Sequence[Any]:
         long = [prefill(((2000, 300), (0, 1025)), 64, 32, 8, 128, "bfloat16", kv_format=f) for f in (None, "int8")]
         cases = [*prefill_cases.PREFILL_CASES, *covering(prefill, chunks=prefill_cases.edge_chunks), *long]
     else:
-        from pallas_kernels.cascade.cases import CASCADE_CASES
-
-        cases = CASCADE_CASES
+        cases = cascade_cases.CASCADE_CASES
     cases = [case for case in cases if getattr(case, "block_size", _LEAST_BLOCK) >= _LEAST_BLOCK]
     return cases[:2] if small else cases
 
@@ -142,10 +142,7 @@ def _prepared(op: str, case: Any) -> tuple[Callable, tuple, Callable[[Any, Any],
             return prefill_attention(q, kv, table, cu_q_lens, context_lens, case.options, **options)
 
         return prefill, arrays, attention
-    from pallas_kernels.cascade import cascade_attention
-    from pallas_kernels.cascade.cases import cascade_inputs
-
-    inputs = cascade_inputs(case)
+    inputs = cascade_cases.cascade_inputs(case)
 
     def cascade(q, kv, table, lens, groups, sinks, implementation):
         options = {"sinks": sinks, "num_splits": case.num_splits, "implementation": implementation}

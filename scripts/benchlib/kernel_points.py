@@ -15,8 +15,10 @@ from benchlib.kernel_timing import Contender, chained, interleaved, num_calls, n
 from benchlib.roofline import CascadePoint, DecodePoint, Point, PrefillPoint, Rates, WritePoint
 from jaxkv.measurement import AbsentError
 from pallas_kernels.attention_options import AttentionOptions
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.cascade import RowGroups, cascade_attention
+from pallas_kernels.decode_attention import decode_attention, plan_decode
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.layer_kv import LayerKV
 from pallas_kernels.prefill_attention import prefill_attention
 
 # Share of the device's memory that a point's inputs may take; rivals keep a second copy in a layout of their own.
@@ -109,13 +111,20 @@ def _ours(point: Point, how: How, calls: int, num: int) -> tuple[list[Contender]
 
 def _decode(point: DecodePoint, how: How, calls: int, num: int) -> tuple[list[Contender], float | None]:
     made = [kernel_inputs.decode_inputs(point, how.block_size, seed) for seed in range(num)]
-    q, sets, options = made[0][0], [tuple(operands) for _, *operands in made], _options(point)
+    q, options = made[0][0], _options(point)
+    sets = [(kv, table, lens, _plan(how, kv, table, lens)) for _, kv, table, lens in made]
 
-    def attend(q, kv, table, lens, implementation=how.implementation):
-        return decode_attention(q, kv, table, lens, options, implementation=implementation).out
+    def attend(q, kv, table, lens, plan=None, implementation=how.implementation):
+        return decode_attention(q, kv, table, lens, options, plan=plan, implementation=implementation).out
 
     run = chained(attend, q, sets, calls)
-    return [Contender(how.implementation, run, calls)], _error(attend, how, q, *sets[0])
+    return [Contender(how.implementation, run, calls)], _error(attend, how, q, *sets[0][:3])
+
+
+def _plan(how: How, kv: LayerKV, table: jax.Array, lens: jax.Array, kv_starts: jax.Array | None = None):
+    """Made outside of the loop, as the engine makes it once a step for all layers."""
+    make = functools.partial(plan_decode, implementation=how.implementation)
+    return jax.jit(make)(kv, table, lens, kv_starts=kv_starts)
 
 
 def _prefill(point: PrefillPoint, how: How, calls: int, num: int) -> tuple[list[Contender], float | None]:
@@ -130,23 +139,24 @@ def _prefill(point: PrefillPoint, how: How, calls: int, num: int) -> tuple[list[
 
 
 def _cascade(point: CascadePoint, how: How, calls: int, num: int) -> tuple[list[Contender], float | None]:
-    from pallas_kernels.cascade import RowGroups, cascade_attention
-
     made = [kernel_inputs.cascade_inputs(point, how.block_size, seed) for seed in range(num)]
-    q, sets, options = made[0][0], [tuple(operands) for _, *operands in made], _options(point)
+    q, options = made[0][0], _options(point)
     groups = RowGroups(jnp.asarray([0, point.batch], jnp.int32), jnp.asarray([point.prefix], jnp.int32))
+    starts = groups.kv_starts(point.batch)
+    flat_sets = [(kv, table, lens, _plan(how, kv, table, lens)) for _, kv, table, lens in made]
+    shared_sets = [(kv, table, lens, _plan(how, kv, table, lens, starts)) for _, kv, table, lens in made]
 
-    def flat(q, kv, table, lens, implementation=how.implementation):
-        return decode_attention(q, kv, table, lens, options, implementation=implementation).out
+    def flat(q, kv, table, lens, plan):
+        return decode_attention(q, kv, table, lens, options, plan=plan, implementation=how.implementation).out
 
-    def shared(q, kv, table, lens, implementation=how.implementation):
-        return cascade_attention(q, kv, table, lens, groups, options, implementation=implementation).out
+    def shared(q, kv, table, lens, plan=None, implementation=how.implementation):
+        return cascade_attention(q, kv, table, lens, groups, options, plan=plan, implementation=implementation).out
 
     contenders = [
-        Contender(how.implementation, chained(shared, q, sets, calls), calls),
-        Contender("flat", chained(flat, q, sets, calls), calls),
+        Contender(how.implementation, chained(shared, q, shared_sets, calls), calls),
+        Contender("flat", chained(flat, q, flat_sets, calls), calls),
     ]
-    return contenders, _error(shared, how, q, *sets[0])
+    return contenders, _error(shared, how, q, *shared_sets[0][:3])
 
 
 def _write(point: WritePoint, how: How, calls: int, num: int) -> tuple[list[Contender], float | None]:

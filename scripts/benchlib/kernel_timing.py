@@ -15,7 +15,10 @@ import jax
 
 # Seconds that one loop should take: long beside what starting it costs, some 0.1 ms.
 LOOP_SECONDS = 0.03
-MOST_CALLS, FEWEST_CALLS = 512, 4
+MOST_CALLS, FEWEST_CALLS = 512, 2
+# Calls in the body of the loop. XLA makes a CUDA graph of five launches and more (found in its thunks, compiled for an H200
+# by JAX 0.11.2), so that a turn of the loop is one launch; equal kernels are compiled once, whatever their number.
+CALLS_A_TURN = 8
 # Bytes that no L2 cache keeps: an H200 has 50 MB of it. So many sets at most: each is a call more to compile.
 COLD_BYTES, MOST_SETS = 200_000_000, 24
 
@@ -34,9 +37,15 @@ class Contender:
 
 
 def num_calls(expected_seconds: float, num_sets: int, loop_seconds: float = LOOP_SECONDS) -> int:
-    """How often to call: a multiple of the number of input sets."""
+    """How often to call: whole turns of the loop, if there is more than one."""
     wanted = min(MOST_CALLS, max(FEWEST_CALLS, round(loop_seconds / expected_seconds)))
-    return -(-wanted // num_sets) * num_sets
+    a_turn = _calls_a_turn(wanted, num_sets)
+    return -(-wanted // a_turn) * a_turn
+
+
+def _calls_a_turn(calls: int, num_sets: int) -> int:
+    """A multiple of the number of input sets."""
+    return num_sets * max(1, min(CALLS_A_TURN, calls) // num_sets)
 
 
 def num_sets(num_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
@@ -45,23 +54,32 @@ def num_sets(num_bytes: int, cold_bytes: int = COLD_BYTES) -> int:
 
 
 def chained(
-    call: Callable[..., Any], first: Any, sets: Sequence[tuple], calls: int, *, in_place: bool = False
+    call: Callable[..., Any],
+    first: Any,
+    sets: Sequence[tuple],
+    calls: int,
+    *,
+    in_place: bool = False,
+    keep: Callable[[Any], Any] | None = None,
 ) -> Callable[[], float]:
-    """Compile `calls` calls x = call(x, *set), the sets in turn, each on the x that the one before returned.
+    """Compile `calls` (of num_calls) calls x = call(x, *set), the sets in turn, each on what the one before returned.
 
     Args:
       call: returns what it takes first, of the same shapes and dtypes.
       first: the first x.
       in_place: x is donated, as kv_write has it. Then a run goes on where the last one ended.
+      keep: is given what the last call of each run returned.
     """
 
+    a_turn = _calls_a_turn(calls, len(sets))
+
     def loop(x, sets):
-        def once_through(_, x):
-            for operands in sets:
-                x = call(x, *operands)
+        def turn(_, x):
+            for i in range(a_turn):
+                x = call(x, *sets[i % len(sets)])
             return x
 
-        return jax.lax.fori_loop(0, calls // len(sets), once_through, x)
+        return jax.lax.fori_loop(0, calls // a_turn, turn, x)
 
     sets = tuple(sets)
     compiled = jax.jit(loop, donate_argnums=(0,) if in_place else ()).lower(first, sets).compile()
@@ -73,6 +91,8 @@ def chained(
         seconds = time.perf_counter() - begin
         if in_place:
             state[0] = out
+        if keep is not None:
+            keep(out)
         return seconds
 
     return run
@@ -110,7 +130,7 @@ def measure_ceilings(num_bytes: int, matmul_size: int, rounds: int = 5) -> Ceili
     numbers = jax.random.bits(jax.random.key(0), (num_bytes // 4,), "uint32").view("int32")
     matrix = jax.random.normal(jax.random.key(1), (matmul_size, matmul_size), "bfloat16")
     weights = matrix * matmul_size**-0.5  # keeps the size of what is multiplied
-    calls = 8
+    calls = CALLS_A_TURN
     contenders = (
         Contender("copy", chained(lambda x: x + 1, jnp.copy(numbers), [()], calls, in_place=True), calls),
         Contender("read", chained(lambda x, y: jnp.sum(y ^ x), jnp.int32(1), [(numbers,)], calls), calls),
