@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +31,9 @@ from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
 from jaxkv.execution.programs import Programs, ProgramShapes, WarmUp, abstract_model, geometric_buckets
-from jaxkv.loading.resolve import ModelSource, resolve_model
+from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
+from jaxkv.models.llama import Llama
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels import dispatch
 
@@ -74,6 +77,15 @@ class StartedEngine:
         return self.memory.lines()
 
 
+class BuiltEngine(NamedTuple):
+    """What build_engine returns; see StartedEngine."""
+
+    engine: Engine
+    config: EngineConfig
+    memory: MemoryPlan
+    warm_up: WarmUp
+
+
 def start_engine(config: EngineConfig, *, progress: Progress | None = None) -> StartedEngine:
     """Load the model and compile every step function. Raises UserError when the settings or files can't work."""
     # Tracing makes millions of objects, which stay or go by themselves: looking for cycles takes 8 % of a start.
@@ -108,10 +120,42 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> StartedEng
     )
     model_config = load_config(source)
     tokenizer = timed("tokenizer", load_tokenizer, source, config.tokenizer, config.chat_template)
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = _resolve_defaults(config, model_config, platform)
     check_checkpoint(source, model_config)  # before minutes of compiling
 
+    def load(dtype: str) -> Llama:
+        return load_weights(source, model_config, dtype=dtype, progress=progress)
+
+    built = build_engine(config, model_config, load, origin=source.description, progress=progress, timed=timed)
+    return StartedEngine(
+        built.engine,
+        tokenizer,
+        model_config,
+        built.config,
+        built.memory,
+        built.warm_up,
+        source.name,
+        seconds,
+    )
+
+
+def build_engine(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    load: Callable[[str], Llama],
+    *,
+    origin: str,
+    progress: Progress,
+    timed: Callable = lambda stage, function, *args, **kwargs: function(*args, **kwargs),
+) -> BuiltEngine:
+    """An engine for weights of any source: plan the memory, compile, load.
+
+    Args:
+      load: the model with weights of a dtype; runs in a thread of its own.
+      origin: what the weights are; with the settings it decides which K/V are alike.
+      timed: calls a function for a stage of the start.
+    """
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    config = _resolve_defaults(config, model_config, platform)
     programs, memory = timed("plan", _plan, config, model_config, platform, progress)
     for line in memory.lines():
         log.info("%s", line)
@@ -120,7 +164,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> StartedEng
     # Reading files and compiling wait for different things: side by side they take two seconds less.
     loader = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        model = loader.submit(timed, "load", load_weights, source, model_config, dtype=config.dtype, progress=progress)
+        model = loader.submit(timed, "load", load, config.dtype)
         warm_up = WarmUp(0, 0, 0.0) if config.enforce_eager else timed("compile", programs.finish)
         weights = tuple(jax.tree.leaves(nnx.state(model.result())))
     finally:  # an interrupt does not wait for what nobody wants any more
@@ -130,8 +174,8 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> StartedEng
 
     clock = MonotonicClock()
     executor = JaxExecutor(programs, weights, clock, fail_on_recompile=config.fail_on_recompile)
-    engine = Engine(executor, _scheduler_config(config, model_config, tokenizer, source), clock=clock)
-    return StartedEngine(engine, tokenizer, model_config, config, memory, warm_up, source.name, seconds)
+    engine = Engine(executor, _scheduler_config(config, model_config, origin), clock=clock)
+    return BuiltEngine(engine, config, memory, warm_up)
 
 
 def _check(config: EngineConfig) -> None:
@@ -369,10 +413,8 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
 
 
-def _scheduler_config(
-    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer, source: ModelSource
-) -> SchedulerConfig:
-    fingerprint = f"{source.description}|{model}|{config.dtype}|{config.kv_cache_dtype}"
+def _scheduler_config(config: EngineConfig, model: ModelConfig, origin: str) -> SchedulerConfig:
+    fingerprint = f"{origin}|{model}|{config.dtype}|{config.kv_cache_dtype}"
     return SchedulerConfig(
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,

@@ -19,8 +19,6 @@ from jaxkv.core.errors import CheckpointError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.loading import host_memory
-from jaxkv.loading.gguf_config import parse_gguf_config
-from jaxkv.loading.gguf_source import GGUFSource
 from jaxkv.loading.model_config import parse_hf_config
 from jaxkv.loading.resolve import ModelSource
 from jaxkv.loading.safetensors_source import SafetensorsSource
@@ -65,6 +63,9 @@ def load_config(source: ModelSource) -> ModelConfig:
 
         return orbax.load_config(source.path)
     if source.kind == "gguf":
+        from jaxkv.loading.gguf_config import parse_gguf_config
+        from jaxkv.loading.gguf_source import GGUFSource  # here and below: machines that only measure lack the package
+
         gguf = GGUFSource(source.path)
         return parse_gguf_config(gguf.file, gguf.rope_freqs())
     generation = source.path / "generation_config.json"
@@ -77,7 +78,11 @@ def load_config(source: ModelSource) -> ModelConfig:
 
 def open_tensors(source: ModelSource) -> TensorSource:
     """The tensors of a Hugging Face folder or a GGUF file, by Hugging Face's names."""
-    return GGUFSource(source.path) if source.kind == "gguf" else SafetensorsSource(source.path)
+    if source.kind == "gguf":
+        from jaxkv.loading.gguf_source import GGUFSource
+
+        return GGUFSource(source.path)
+    return SafetensorsSource(source.path)
 
 
 def check_checkpoint(source: ModelSource, config: ModelConfig) -> None:
