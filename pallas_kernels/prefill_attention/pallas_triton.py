@@ -36,16 +36,19 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(num_tokens: int, num_seqs: int, group: int, head_dim: int, dtype: jnp.dtype) -> Tile:
+def choose_tile(q: jax.Array, kv: LayerKV, num_seqs: int) -> Tile:
     """The largest tile whose registers do not spill; BUILD_NOTES.md has what was tried."""
-    is_wide = head_dim > 128
-    if dtype == jnp.float32:
+    is_wide, is_quantized = kv.head_dim > 128, kv.format.is_quantized
+    if q.dtype == jnp.float32:
         return Tile(16, 32, 8 if is_wide else 4, 2)
-    if num_tokens * group <= 16 * num_seqs:  # a few tokens a sequence: nearly all is reading keys
+    if (
+        q.shape[0] * q.shape[1] <= 16 * num_seqs * kv.num_kv_heads
+    ):  # a few tokens a sequence: nearly all is reading keys
         return Tile(16, 32, 8, 3) if is_wide else Tile(16, 64, 4, 3)
-    if _is_hopper():
-        return Tile(128, 32 if is_wide else 64, 8, 3)
-    return Tile(64 if is_wide else 128, 64 if head_dim <= 64 else 32, 8, 3)
+    if not _is_hopper():
+        return Tile(64 if is_wide else 128, 64 if kv.head_dim <= 64 else 32, 8, 3)
+    gathers_bytes = is_quantized and kv.block_size < 64
+    return Tile(64 if is_wide and is_quantized else 128, 32 if is_wide or gathers_bytes else 64, 8, 3)
 
 
 def _is_hopper() -> bool:
@@ -69,12 +72,11 @@ def prefill_attention(
     plt.check_addressing(kv)
     if not options.scale > 0:
         raise ValueError(f"pallas_triton takes the maximum before it scales: expected a positive scale, got {options}")
-    num_tokens, num_heads, head_dim = q.shape
-    num_seqs, group = len(context_lens), num_heads // kv.num_kv_heads
-    tile = tile or choose_tile(num_tokens, num_seqs, group, head_dim, q.dtype)
+    num_seqs, group = len(context_lens), q.shape[1] // kv.num_kv_heads
+    tile = tile or choose_tile(q, kv, num_seqs)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, tile=tile, options=options, interpret=interpret),
-        grid=(kv.num_kv_heads, num_tokens // (tile.rows // group) + num_seqs + 1),
+        grid=(kv.num_kv_heads, len(q) // (tile.rows // group) + num_seqs + 1),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)),
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
@@ -149,9 +151,10 @@ def _kernel(
         first, offset = i * tile.tokens, jnp.arange(tile.tokens, dtype=jnp.int32)
         owned = first + offset < chunk.num_keys if masked else None
         if block_size >= tile.tokens:
-            block = plt.load(table_ref.at[chunk.seq, _div(first, block_size)])
+            tiles = block_size // tile.tokens  # a block
+            block = plt.load(table_ref.at[chunk.seq, _div(i, tiles)])
             block_of_row = block_of_column = block
-            offset += _rem(first, block_size)
+            offset += _rem(i, tiles) * tile.tokens  # so that the compiler sees what divides it, for wide loads
         else:
             block = _load(table_ref.at[chunk.seq, _div(first + offset, block_size)], owned)
             block_of_row, block_of_column = block[:, None], block[None, :]

@@ -208,14 +208,17 @@ def test_lowers_for_gpus_on_any_machine(target, head_dim, dtype, kv_format, bloc
 def test_hopper_gets_the_tile_for_its_own_tensor_cores():
     """64 rows and more a warpgroup, also when compiling for a GPU that is not there."""
 
+    q = jax.ShapeDtypeStruct((8192, 32, 128), jnp.bfloat16)
+    kv = jax.eval_shape(functools.partial(empty_layer_kv, 64, 8, 64, 128, "bfloat16"))
+
     def tile_of(target: str) -> pallas_triton.Tile:
         chosen = []
 
         def attend(q):
-            chosen.append(pallas_triton.choose_tile(8192, 8, 4, 128, q.dtype))
+            chosen.append(pallas_triton.choose_tile(q, kv, num_seqs=8))
             return q
 
-        lower_for_cuda(attend, jnp.zeros((4,), jnp.bfloat16), target=target)
+        lower_for_cuda(attend, q, target=target)
         return chosen[0]
 
     assert tile_of("h200") == tile_of("h100") == pallas_triton.Tile(128, 64, 8, 3)
