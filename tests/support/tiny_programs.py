@@ -71,8 +71,9 @@ def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size, 
 
 
 @functools.lru_cache
-def weights(config: ModelConfig) -> tuple[jax.Array, ...]:
-    return tuple(jax.tree.leaves(nnx.state(model_of(config, random_tensors(config)))))
+def weights(config: ModelConfig, dtype: str = "float32") -> tuple[jax.Array, ...]:
+    leaves = jax.tree.leaves(nnx.state(model_of(config, random_tensors(config))))
+    return tuple(leaf.astype(dtype) for leaf in leaves)
 
 
 class LimitedExecutor:
@@ -98,7 +99,8 @@ def make_engine(
 ) -> Engine:
     """`settings` are make_programs' own: what is compiled."""
     clock = MonotonicClock()
-    executor = JaxExecutor(compiled_programs(config, block_size, **settings), weights(config), clock)
+    programs = compiled_programs(config, block_size, **settings)
+    executor = JaxExecutor(programs, weights(config, programs.shapes.dtype), clock)
     limits = dataclasses.replace(executor.limits, max_num_batched_tokens=chunk, num_blocks=num_blocks)
     return Engine(LimitedExecutor(executor, limits), scheduler, clock=clock, max_in_flight=max_in_flight)
 
