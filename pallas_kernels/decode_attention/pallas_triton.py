@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_compat as plt
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.decode_attention import ptx
 from pallas_kernels.decode_attention.plan import SplitPlan, plan_decode
+from pallas_kernels.fast_exp2 import exp2_scaled, log2
+from pallas_kernels.int8_dequant import INT8_BIAS, int8_to_biased_float16, int8_to_float
 from pallas_kernels.layer_kv import LayerKV
 
 # Finite, so that an item that has seen no key yet keeps exp(m - m) = 1 and never NaN.
@@ -62,7 +63,7 @@ def decode_attention(
     tile, num_warps, num_stages = loop_shape(kv.k.dtype, head_dim, group)
     items = plan.row.shape[0]
     parts = pl.pallas_call(
-        functools.partial(_attend_item, options=options, tile=tile, math_=ptx.Interpreted if interpret else ptx),
+        functools.partial(_attend_item, options=options, tile=tile, interpret=interpret),
         grid=(items, num_kv_heads),
         out_shape=AttentionOutput(
             jax.ShapeDtypeStruct((items, num_heads, head_dim), jnp.float32 if plan.is_split else q.dtype),
@@ -105,7 +106,9 @@ def loop_shape(stored: jnp.dtype, head_dim: int, group: int) -> tuple[int, int, 
     return 64, 2 if head_dim <= 64 else 4, 3
 
 
-def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, options: AttentionOptions, tile: int, math_):
+def _attend_item(
+    item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, options: AttentionOptions, tile: int, interpret: bool
+):
     """Refs are trees as in decode_attention; item_refs are row, start, end of a SplitPlan. Arrays below are [tile, N],
     [N] and [D, N] with N query heads, padded, and D padded."""
     item, kv_head = pl.program_id(0), pl.program_id(1)
@@ -147,7 +150,7 @@ def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, optio
     def _():
         q = plt.load(q_ref.at[row, head[:, None], channel[None, :]], mask=in_group, other=0)
         q = q.astype(jnp.float16 if quantized else kv_ref.k.dtype)
-        bias = ptx.INT8_BIAS * jnp.sum(q.astype(jnp.float32), axis=1) if quantized else None
+        bias = INT8_BIAS * jnp.sum(q.astype(jnp.float32), axis=1) if quantized else None
         # Logits times this are powers of 2; a capped logit is one already.
         to_log2 = 1.0 if options.soft_cap else options.scale * math.log2(math.e)
         shift = _SHIFT if quantized else 0.0
@@ -169,18 +172,20 @@ def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, optio
             mask = None if padded is None else jnp.broadcast_to(padded[None, :], (tile, channel.shape[0]))
             k = load(kv_ref.k, by_token, offset[:, None], channel[None, :], mask=mask)
             if quantized:
-                logits = _dot(math_.biased_int8(k), q, 1, 1) - bias[None, :]
+                logits = _dot(int8_to_biased_float16(k, interpret=interpret), q, 1, 1) - bias[None, :]
                 logits = logits * k_scale[:, None]
             else:
                 logits = _dot(k, q, 1, 1)
             if options.soft_cap:
                 # tanh x = 1 - 2 / (e^2x + 1)
-                double = math_.exp2_scaled(logits, 2 * options.scale / options.soft_cap * math.log2(math.e), 0.0)
+                double = exp2_scaled(
+                    logits, 2 * options.scale / options.soft_cap * math.log2(math.e), 0.0, interpret=interpret
+                )
                 logits = (options.soft_cap * math.log2(math.e)) * (1 - 2 / (double + 1))
             logits = jnp.where(seen[:, None], logits, -jnp.inf)
             m_new = jnp.maximum(m, jnp.max(logits, axis=0) * to_log2)
-            shrink = math_.exp2_scaled(m, 1.0, -m_new)
-            p = math_.exp2_scaled(logits, to_log2, (shift - m_new)[None, :])
+            shrink = exp2_scaled(m, 1.0, -m_new, interpret=interpret)
+            p = exp2_scaled(logits, to_log2, (shift - m_new)[None, :], interpret=interpret)
             l = l * shrink[None, :] + p
 
             if quantized:
@@ -188,7 +193,7 @@ def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, optio
                 by_token = block[None, :] if block_size < tile else block
                 mask = None if padded is None else jnp.broadcast_to(padded[:, None], (channel.shape[0], tile))
                 v = load(kv_ref.v, by_token, channel[:, None], offset[None, :], mask=mask)
-                pv = _dot(math_.unbiased_int8(v), p.astype(jnp.float16), 1, 0)
+                pv = _dot(int8_to_float(v, jnp.float16, interpret=interpret), p.astype(jnp.float16), 1, 0)
             else:  # an unseen slot may hold anything, and 0 * NaN is NaN
                 mask = seen[:, None] & is_channel[None, :]
                 v = load(kv_ref.v, by_token, offset[:, None], channel[None, :], mask=mask)
@@ -210,7 +215,7 @@ def _attend_item(item_refs, table_ref, q_ref, kv_ref, out_ref, lse_ref, *, optio
         )
         l = jnp.sum(l, axis=0)
         out = acc / jnp.maximum(l, 1e-30)[None, :]
-        lse = jnp.where(l > 0, (m - shift + math_.log2(jnp.maximum(l, 1e-30))) * math.log(2), -jnp.inf)
+        lse = jnp.where(l > 0, (m - shift + log2(jnp.maximum(l, 1e-30), interpret=interpret)) * math.log(2), -jnp.inf)
         target = out_ref.at[item, head[:, None], channel[None, :]]
         plt.store(target, out.T.astype(out_ref.dtype), mask=in_group)
         plt.store(lse_ref.at[item, head], lse, mask=member < group)

@@ -56,3 +56,13 @@ def test_interpreted_gives_every_int8(dtype):
     result = int8_dequant.int8_to_float(jnp.asarray(ALL), dtype, interpret=True)
     assert result.dtype == dtype
     np.testing.assert_array_equal(np.asarray(result, np.float32), ALL.astype(np.float32))
+
+
+def test_the_biased_form_is_off_by_the_bias():
+    for four in ALL.reshape(-1, 4):
+        registers = execute(int8_dequant._BIASED_FLOAT16, {"$2": int(four.view("<u4")[0])})
+        packed = np.array([registers["$0"], registers["$1"]], "<u4").view(np.float16)
+        np.testing.assert_array_equal(packed.astype(np.float32), four.astype(np.float32) + int8_dequant.INT8_BIAS)
+    result = int8_dequant.int8_to_biased_float16(jnp.asarray(ALL), interpret=True)
+    assert result.dtype == np.float16
+    np.testing.assert_array_equal(np.asarray(result, np.float32), ALL.astype(np.float32) + int8_dequant.INT8_BIAS)
