@@ -11,6 +11,8 @@ from jaxkv.core.request import Request, SamplingParams
 from tests.support.tiny_models import parse, random_tokens, tiny_config
 from tests.support.tiny_programs import make_engine, run_requests, tokens_of
 
+# The interpreter compiles each kernel of each bucket: four minutes of CPU in all.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CONFIG = parse(tiny_config(head_dim=64))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 
