@@ -114,11 +114,11 @@ class Span(NamedTuple):
 
 
 def best_groups(shared: Sequence[int], saved: Callable[[int, int], float]) -> list[Span]:
-    """The spans that save most together, none overlapping another.
+    """The spans that save most together, none overlapping another, of those that are nodes of the rows' trie.
 
-    `shared[i]` blocks are common to rows i - 1 and i (that of row 0 is not read). All spans worth looking at are the
-    nodes of a tree, as in a trie: rows i to j with the least of shared[i + 1 .. j] as their prefix. From the leaves up,
-    a node is either one group or what is best in its children.
+    `shared[i]` blocks are common to rows i - 1 and i (that of row 0 is not read). A node is all rows i to j that have a
+    prefix in common, the least of shared[i + 1 .. j]. From the leaves up, it is either one group or what is best in its
+    children; what its children leave over stays alone, although it shares the node's prefix.
 
     Args:
       saved: of a number of rows and of blocks; 0 or less where a group is not worth it.

@@ -126,8 +126,8 @@ def tries(draw):
 def test_groups_are_shared_disjoint_and_the_best(blocks, rng, max_groups):
     states = [State(*row) for row in blocks]
     groups = groups_of(rng.sample(states, len(states)), CascadeCost(1.0, 0.4, 2, 0.0), max_groups)
-    for state in states:  # rows grow by blocks of their own, also while others are admitted
-        state.blocks += [1000 + id(state)] * rng.randrange(2)
+    for i, state in enumerate(states):  # rows grow by blocks of their own, also while others are admitted
+        state.blocks += [1000 + i] * rng.randrange(2)
     for state in rng.sample(states, rng.randrange(len(states))):
         groups.remove(state)
         states.remove(state)
@@ -151,18 +151,15 @@ def saved(count, blocks):
 
 
 def best_by_force(rows):
-    """Over all partitions; at most three groups of two and more fit in six rows."""
-    if not rows:
-        return 0.0
-    first, others = rows[0], rows[1:]
-    best = best_by_force(others)
-    for count in range(1, len(others) + 1):
-        for chosen in itertools.combinations(range(len(others)), count):
-            blocks = num_common([first, *(others[i] for i in chosen)])
-            if blocks:
-                rest = [row for i, row in enumerate(others) if i not in chosen]
-                best = max(best, saved(count + 1, blocks) + best_by_force(rest))
-    return best
+    """Over all choices of disjoint groups, each of which is all the rows that begin with some prefix."""
+    nodes = {}
+    for prefix in {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}:
+        members = frozenset(i for i, row in enumerate(rows) if tuple(row[: len(prefix)]) == prefix)
+        if len(members) > 1:
+            nodes[members] = max(nodes.get(members, 0), len(prefix))
+    choices = (chosen for n in range(len(nodes) + 1) for chosen in itertools.combinations(nodes, n))
+    disjoint = (chosen for chosen in choices if len(frozenset().union(*chosen)) == sum(map(len, chosen)))
+    return max(sum(saved(len(members), nodes[members]) for members in chosen) for chosen in disjoint)
 
 
 def test_a_chain_of_prefixes_is_found_in_linear_time():
