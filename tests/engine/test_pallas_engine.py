@@ -38,8 +38,10 @@ def requests() -> list[Request]:
     return [Request(str(i), prompt, sampled if i == 1 else GREEDY) for i, prompt in enumerate(prompts)]
 
 
+# bfloat16 K/V beneath float32 weights: with bfloat16 weights the best two logits are often a rounding apart, and even the
+# XLA path gives other tokens where it finds a prefix than where it computed it.
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "int8")]
 )
 def test_tokens_are_those_of_the_xla_path(dtype, kv_dtype):
     tokens = {}
