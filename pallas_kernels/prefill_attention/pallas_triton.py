@@ -41,9 +41,7 @@ def choose_tile(q: jax.Array, kv: LayerKV, num_seqs: int) -> Tile:
     is_wide, is_quantized = kv.head_dim > 128, kv.format.is_quantized
     if q.dtype == jnp.float32:
         return Tile(16, 32, 8 if is_wide else 4, 2)
-    if (
-        q.shape[0] * q.shape[1] <= 16 * num_seqs * kv.num_kv_heads
-    ):  # a few tokens a sequence: nearly all is reading keys
+    if q.shape[0] * q.shape[1] <= 16 * num_seqs * kv.num_kv_heads:  # few tokens a sequence: nearly all is reading keys
         return Tile(16, 32, 8, 3) if is_wide else Tile(16, 64, 4, 3)
     if not _is_hopper():
         return Tile(64 if is_wide else 128, 64 if kv.head_dim <= 64 else 32, 8, 3)
