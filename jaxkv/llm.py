@@ -12,7 +12,6 @@ from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from jaxkv.tokenization.output_text import OutputText, TextDelta
 from jaxkv.tokenization.tokenizer import Tokenizer
-from jaxkv.validation import checked_sampling
 
 if TYPE_CHECKING:
     from jaxkv.startup import StartedEngine
@@ -276,18 +275,9 @@ class LLM:
         self, prompts: Sequence[tuple[str | None, tuple[int, ...]]], params: Sequence[SamplingParams]
     ) -> dict[str, _Running]:
         """Queues all prompts, or none; returns their sequences, in order."""
-        config, vocab_size = self.started.config, self.started.model_config.vocab_size
         added: dict[str, _Running] = {}
         try:
             for (text, ids), sampling in zip(prompts, params, strict=True):
-                sampling = checked_sampling(
-                    sampling,
-                    ids,
-                    vocab_size=vocab_size,
-                    max_model_len=config.max_model_len,
-                    max_logprobs=config.max_logprobs,
-                    clip=True,
-                )
                 request = Request(f"offline-{next(self._ids)}", ids, sampling)
                 self.started.engine.add(request)
                 for sequence in request.sequences():

@@ -428,5 +428,6 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig, origin: str) -> 
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
+        max_logprobs=config.max_logprobs,
         cache_root=hashlib.sha256(fingerprint.encode()).digest(),
     )

@@ -44,8 +44,8 @@ def adaptive_decode_steps(
         return 1
     if waiting:
         largest = min(largest, least_remaining)
-    if num_rows > 1 and step_seconds > 0:
-        largest = max(1, min(largest, int(SHARED_CALL_SECONDS / step_seconds)))
+    if num_rows > 1 and step_seconds * largest > SHARED_CALL_SECONDS:
+        largest = max(1, int(SHARED_CALL_SECONDS / step_seconds))
     return floor_power_of_two(min(largest, ceil_power_of_two(most_remaining)))
 
 

@@ -59,14 +59,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`, those of n > 1 sequences under the ids of
-        `Request.sequences`. Raises RequestError when it can't be served."""
+        `Request.sequences`. Raises RequestError when it can't be served; no value of any field harms the others."""
         self._check_alive()
-        first, *others = request.sequences()
-        if taken := {other.request_id for other in others}.intersection(self.scheduler.live_ids):
-            raise RequestError(f"request id {min(taken)!r} is already in use", param="request_id")
-        self.scheduler.add(first, self.clock.now())
-        for other in others:
-            self.scheduler.fork(first.request_id, other.request_id, other.sampling, self.clock.now())
+        self.scheduler.add(request, self.clock.now())
 
     def fork(self, parent_id: str, request_id: str, sampling: SamplingParams) -> tuple[int, ...]:
         """Queue a request that goes on from a live one's tokens: its prompt and all that has been read of its output.

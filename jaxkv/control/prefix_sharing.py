@@ -18,7 +18,7 @@ import dataclasses
 
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
-from jaxkv.control.prefix_index import BlockHash, token_bytes
+from jaxkv.control.prefix_index import BlockHash, num_common, token_bytes
 from jaxkv.control.request_state import RequestState, Status
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
@@ -82,7 +82,7 @@ class PrefixSharing:
         self._stats = stats
         self.pins = PinnedPrefixes(blocks, config.cache_root, config.max_pinned_blocks)
         self._copies: list[BlockCopy] = []  # of the plan under construction
-        self._new_heads: list[tuple[int, BlockHash, bytes]] = []  # of blocks that it writes
+        self._new_heads: dict[BlockHash, list[tuple[int, bytes]]] = {}  # of blocks that it writes, by the block before
 
     def find(self, state: RequestState) -> PrefixHit:
         """Changes nothing: `take` must follow before anything else is allocated."""
@@ -115,6 +115,17 @@ class PrefixSharing:
         num_blocks, num_head = divmod(num_shared, self._block_size)
         source = parent.blocks[num_blocks] if num_head else None
         return PrefixHit(tuple(parent.blocks[:num_blocks]), num_shared - num_head, source, num_head, is_complete=True)
+
+    def gain_of_waiting(self, state: RequestState, hit: PrefixHit) -> int:
+        """Tokens that the hit would have more in the next plan: the head of a block that this one writes."""
+        if not self._new_heads or not self._share_partial or hit.num_unused_tokens or _running_parent(state) is not None:
+            return 0
+        heads = self._new_heads.get(state.parent_hash(len(hit.blocks)))
+        if heads is None:
+            return 0
+        start = hit.num_full_tokens
+        tokens = token_bytes(state.token_ids[start : min(start + self._block_size, len(state.token_ids) - 1)])
+        return max(num_common(tokens, other) for _, other in heads) - hit.num_head_tokens
 
     def take(self, state: RequestState, hit: PrefixHit, num_blocks: int) -> None:
         """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
@@ -150,7 +161,7 @@ class PrefixSharing:
             if self._blocks.register(block, block_hash, parent, unsalted):
                 self.pins.published(state.root, block)
                 if planned:
-                    self._new_heads.append((block, parent, state.block_tokens[place]))
+                    self._new_heads.setdefault(parent, []).append((block, state.block_tokens[place]))
                 else:
                     self._blocks.index.add_head(block, parent, state.block_tokens[place])
             parent = block_hash
@@ -160,8 +171,9 @@ class PrefixSharing:
         """The plan's block copies. What is allocated from here on may be their sources: it is written after them."""
         copies, self._copies = tuple(self._copies), []
         self._blocks.free([copy.src for copy in copies])
-        for head in self._new_heads:
-            self._blocks.index.add_head(*head)
+        for parent, heads in self._new_heads.items():
+            for block, tokens in heads:
+                self._blocks.index.add_head(block, parent, tokens)
         self._new_heads.clear()
         return copies
 

@@ -46,6 +46,7 @@ class RequestState:
       prompt_logprobs: those read so far, of the prompt's second token and on; told with the first token, then dropped.
       parent: of a fork that has not been admitted yet: whom to share K/V with.
       num_inherited_tokens: of a fork: output tokens that its parent had generated; they are not delivered again.
+      has_waited_for_copy: it has been set aside for a plan, to copy the head of a block that was just being written.
       prefilled_in: id of the plan with the chunk of the last known token.
     """
 
@@ -76,6 +77,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     parent: "RequestState | None" = None
     num_inherited_tokens: int = 0
+    has_waited_for_copy: bool = False
     prefilled_in: int = -1
     num_preemptions: int = 0
     first_scheduled: float | None = None
@@ -195,16 +197,11 @@ def new_request_state(
     now: float,
     parent: RequestState | None = None,
 ) -> RequestState:
-    """State of a request that has just arrived. Raises RequestError when it can never be served.
+    """State of a request that has just arrived, and been checked. Raises RequestError when it can never be served.
 
     `parent`: whose tokens it continues, for a fork.
     """
     max_total_tokens = _max_total_tokens(request, limits, config.max_pinned_blocks)
-    # A stray id would fail on the device, where it takes every other request with it.
-    extremes = min(request.prompt_token_ids), max(request.prompt_token_ids)
-    if wrong := [token for token in extremes if not 0 <= token < config.vocab_size]:
-        last = config.vocab_size - 1
-        raise RequestError(f"token id {wrong[0]} is outside the vocabulary, 0 to {last}", param="prompt")
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
@@ -254,16 +251,6 @@ def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_block
     A max_tokens of None also stops at what the whole pool holds; one that asks for more than the pool holds is refused.
     """
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-    if num_prompt == 0:
-        raise RequestError("the prompt has no tokens; at least 1 is needed", param="prompt")
-    if max_tokens is not None and max_tokens < 1:
-        raise RequestError(f"max_tokens is {max_tokens}; at least 1 is needed", param="max_tokens")
-    if num_prompt + 1 > limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, which leaves no room for output: max_model_len is "
-            f"{limits.max_model_len}. Shorten the prompt or raise max_model_len.",
-            param="prompt",
-        )
     num_usable = limits.num_blocks - 1 - max_pinned_blocks
     # The last token's KV is never computed, so one token more than the pool holds can be produced.
     pool_tokens = num_usable * limits.block_size + 1

@@ -13,9 +13,11 @@ Nothing starves under fcfs: a request takes blocks only from newer ones, so the 
 head is never overtaken but by leave (below). Under the priority policy this holds among requests of equal priority;
 better ones go first.
 
-A fork ranks behind its parent, so when it heads the queue its parent runs or has ended. K/V can be copied from the plan
-after the one that writes it: a fork that comes to its turn in the plan of its parent's last chunk is set aside for that
-one plan, a row and blocks are kept for it, and those behind it may have what else is left. It comes first in the next.
+K/V can be copied from the plan after the one that writes it. So two kinds of request are early at their turn: a fork in the
+plan of its parent's last chunk, and, once in its life, one that could copy a quarter of a block or more from what this plan
+writes. They are set aside for the one plan, rows and blocks are kept for them, and those behind may have what else is left.
+They come first in the next. A fork ranks behind its parent, so when it heads the queue its parent runs, has ended, or is
+early itself.
 """
 
 import bisect
@@ -32,9 +34,10 @@ from jaxkv.control.flight import Flight, check_result
 from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.prefix_groups import PrefixGroups
 from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
-from jaxkv.control.request_checks import check_states
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.control.state_checks import check_states
+from jaxkv.control.validation import check_request, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
@@ -81,9 +84,19 @@ class Scheduler:
     # -- requests come and go
 
     def add(self, request: Request, now: float = 0.0) -> None:
-        """Queue a request. Raises RequestError when it can never be served, or its id is in use."""
-        self._check_id(request.request_id)
-        self._enqueue(new_request_state(request, self.limits, self.config, self._num_arrivals, now))
+        """Queue a request: its `Request.sequences`, the others as forks of the first.
+
+        Raises:
+          RequestError: it can never be served, or an id is in use. Then nothing of it is queued.
+        """
+        check_request(request)
+        sampling = self._checked_sampling(request.sampling, request.prompt_token_ids)
+        first, *others = dataclasses.replace(request, sampling=sampling).sequences()
+        self._check_ids([first.request_id, *[other.request_id for other in others]])
+        parent = new_request_state(first, self.limits, self.config, self._num_arrivals, now)
+        self._enqueue(parent)
+        for other in others:
+            self._enqueue(new_request_state(other, self.limits, self.config, self._num_arrivals, now, parent))
 
     def fork(self, parent_id: str, request_id: str, sampling: SamplingParams, now: float = 0.0) -> tuple[int, ...]:
         """Queue a request that goes on from a live one's known tokens; see `Engine.fork`."""
@@ -93,19 +106,32 @@ class Scheduler:
                 f"request {parent_id!r} has ended or never was: only a live one can be forked", param="parent_id",
                 status=404,
             )  # fmt: skip
+        request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
+        check_request(request)
+        sampling = self._checked_sampling(sampling, request.prompt_token_ids)
         if sampling.prompt_logprobs is not None:
             raise RequestError(
                 "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
             )
-        self._check_id(request_id)
-        request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
+        self._check_ids([request_id])
+        request = dataclasses.replace(request, sampling=sampling)
         state = new_request_state(request, self.limits, self.config, self._num_arrivals, now, parent)
         self._enqueue(state)
         return tuple(state.token_ids[state.num_prompt_tokens :])
 
-    def _check_id(self, request_id: str) -> None:
-        if request_id in self._live:
-            raise RequestError(f"request id {request_id!r} is already in use", param="request_id")
+    def _checked_sampling(self, sampling: SamplingParams, prompt: tuple[int, ...]) -> SamplingParams:
+        return checked_sampling(
+            sampling,
+            prompt,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.limits.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+            clip=True,
+        )
+
+    def _check_ids(self, request_ids: list[str]) -> None:
+        if taken := self._live.keys() & request_ids:
+            raise RequestError(f"request id {min(taken)!r} is already in use", param="request_id")
 
     def _enqueue(self, state: RequestState) -> None:
         self._num_arrivals += 1
@@ -163,7 +189,8 @@ class Scheduler:
                 budget -= self._add_chunk(state, budget, chunks, flights)
         # A step that took blocks away gives none out, or the victim's place would be refilled at once.
         if self.stats.preemptions == preemptions:
-            early: list[RequestState] = []  # forks whose time is the next plan
+            early: list[RequestState] = []  # their time is the next plan
+            num_kept = 0  # blocks for them
             while (
                 self.waiting
                 and len(self._free_rows) > len(early)
@@ -173,10 +200,16 @@ class Scheduler:
                 state = self.waiting.head()
                 if self._is_early(state):
                     early.append(self.waiting.pop())
+                    num_kept += 2
                     continue
-                hit = self._admissible_hit(state, len(early))
+                hit = self._admissible_hit(state, num_kept)
                 if hit is None:
                     break
+                if not state.has_waited_for_copy and self.prefixes.gain_of_waiting(state, hit) * 4 >= self.blocks.block_size:
+                    state.has_waited_for_copy = True
+                    early.append(self.waiting.pop())
+                    num_kept += self._num_blocks(len(state.token_ids)) - len(hit.blocks) + 1
+                    continue
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
             for state in early:
@@ -264,17 +297,17 @@ class Scheduler:
             return False
         return not (parent.is_decoding and parent.prefilled_in < self._next_step_id)
 
-    def _admissible_hit(self, state: RequestState, num_early: int) -> PrefixHit | None:
-        """What the cache has for the request, if it can be admitted now.
+    def _admissible_hit(self, state: RequestState, num_kept: int) -> PrefixHit | None:
+        """What the cache has for the request, if it can be admitted now and `num_kept` blocks stay free.
 
         Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others. One more
         block for every running row stays free: without it a request would be admitted only to be preempted as soon as
-        its elders grow. The same holds for each early fork, which needs one block of its own besides.
+        its elders grow.
         """
         if state.num_plans_in_flight:  # preempted a moment ago: its next token is not known yet
             return None
         hit = self.prefixes.find(state)
-        headroom = len(self.running) + 1 + 2 * num_early if self.running else 0
+        headroom = len(self.running) + 1 + num_kept if self.running else 0
         needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
         if self.blocks.num_free_without(hit.used_blocks) >= needed:
             return hit

@@ -23,7 +23,8 @@ class SchedulerConfig:
       eviction_lookahead: so many requests at the head of the queue keep cached blocks that they will ask for.
       seed: unseeded requests draw theirs from this and their arrival number.
       eos_token_ids: end a request unless it ignores them.
-      vocab_size: prompt token ids must be below it.
+      vocab_size: token ids of requests must be below it.
+      max_logprobs: most alternatives a token that a request may ask for.
       cascade: what attending to a shared prefix once saves and costs; None: it is never done.
       cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
     """
@@ -39,6 +40,7 @@ class SchedulerConfig:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
+    max_logprobs: int = 20
     cascade: CascadeCost | None = None
     cache_root: bytes = b""
 

@@ -141,15 +141,17 @@ def test_generated_blocks_are_published_four_at_a_time_and_at_the_end(end):
 
 
 def test_a_block_is_not_copied_from_in_the_plan_that_writes_it():
-    scheduler = make()
-    for name, tail in (("a", [4, 5, 6, 7]), ("b", [4, 5, 60])):
-        scheduler.add(Request(name, (0, 1, 2, 3, *tail), SamplingParams(max_tokens=4)))
+    scheduler = make(block_size=8)
+    for name, tail in (("a", [6, 7]), ("b", [60])):
+        scheduler.add(Request(name, (*range(6), *tail), SamplingParams(max_tokens=4)))
+    scheduler.add(Request("c", (0, 70, 71, 72, 73), SamplingParams(max_tokens=4)))
     plan = scheduler.schedule()
-    assert [chunk.start for chunk in plan.prefill] == [0, 4] and plan.block_copies == ()
+    # "b" waits for 6 tokens, "c" does not for one.
+    assert [(chunk.request_id, chunk.start) for chunk in plan.prefill] == [("a", 0), ("c", 0)]
+    assert plan.block_copies == ()
     # The next plan runs later, though the first is not read yet.
-    scheduler.add(Request("c", (0, 1, 2, 3, 4, 5, 80), SamplingParams(max_tokens=4)))
     plan = scheduler.schedule()
-    assert plan.prefill[0].start == 6 and plan.block_copies[0].num_tokens == 2
+    assert plan.prefill[0].start == 6 and plan.block_copies[0].num_tokens == 6
     scheduler.check()
 
 

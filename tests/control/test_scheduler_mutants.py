@@ -42,8 +42,8 @@ class BrokenScheduler(Scheduler):
     def _is_early(self, state):
         return self.mutation != "fork_too_early" and super()._is_early(state)
 
-    def _admissible_hit(self, state, num_early):
-        hit = super()._admissible_hit(state, num_early)
+    def _admissible_hit(self, state, num_kept):
+        hit = super()._admissible_hit(state, num_kept)
         if self.mutation == "fork_writes_to_shared_block" and hit is not None and state.parent and hit.source:
             hit = dataclasses.replace(hit, blocks=hit.used_blocks, source=None)
         if self.mutation == "fork_shares_last_token" and hit is not None and state.parent and hit.source:

@@ -15,9 +15,9 @@ from tests.support.scheduling import LIMITS, add, make, result_of, run
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "param", "numbers"),
     [
-        (0, 5, "prompt", ["no tokens"]),
+        (0, 5, "prompt", ["prompt is empty"]),
         (3, 0, "max_tokens", ["max_tokens is 0"]),
-        (64, 5, "prompt", ["64 tokens", "max_model_len is 64"]),
+        (64, 5, "input_tokens", ["64 input tokens", "context length is 64"]),
         (10, 12, "max_tokens", ["10 prompt tokens and 12", "6 KV blocks of 4", "has 5", "num_gpu_blocks_override"]),
         (21, None, "prompt", ["21 prompt tokens and 1", "6 KV blocks of 4", "has 5"]),
         ([1, 2, -1], 5, "prompt", ["token id -1", "0 to 49151"]),

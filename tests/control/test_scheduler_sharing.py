@@ -9,17 +9,52 @@ from jaxkv.core.request import FinishReason
 from tests.support.scheduling import add, chunks, make, run
 
 
-def test_requests_of_one_step_share_their_common_prefix():
-    """12 requests at once with one 500-token system prompt compute it once."""
-    scheduler = Scheduler(ExecutorLimits(1000, 16, 16, 2048, 16, 2048, 8))
+@pytest.mark.parametrize("budget", [512, 2048, 8192])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_requests_of_one_step_share_their_common_prefix(block_size, budget):
+    """12 requests at once with one 500-token system prompt compute it once, whatever the block size."""
+    scheduler = Scheduler(ExecutorLimits(1000, block_size, 16, budget, 16, 2048, 8))
     system = list(range(500))
     for number in range(12):
         add(scheduler, str(number), system + [5000 + 100 * number + place for place in range(32)])
-    plan, outputs = run(scheduler)
-    assert [chunk.start for chunk in plan.prefill] == [0] + [496] * 11
-    assert scheduler.stats.computed_tokens == 532 + 11 * 36
-    assert scheduler.stats.cached_tokens == 11 * 496
-    assert [output.num_cached_tokens for output in outputs] == [0] + [496] * 11
+    plan, _ = run(scheduler)
+    assert [chunk.start for chunk in plan.prefill] == [0], "the others could copy the head of a block that it writes"
+    cached = {}
+    while scheduler.waiting or any(not state.is_decoding for state in scheduler.running):
+        cached |= {output.request_id: output.num_cached_tokens for output in run(scheduler)[1]}
+    assert scheduler.stats.computed_tokens == 532 + 11 * 32
+    assert set(cached.values()) <= {0, 500} and scheduler.stats.cached_tokens == 11 * 500
+
+
+def test_a_request_waits_for_a_copy_once_and_nobody_for_a_trifle():
+    """Blocks of 16: a wait saves "b" 5 tokens, "c" 3."""
+    scheduler = make(block_size=16, num_blocks=100, max_num_seqs=8, max_prefill_seqs=8, max_num_batched_tokens=512)
+    first = list(range(40))
+    add(scheduler, "a", first)
+    add(scheduler, "b", first[:21] + [100] * 20)
+    add(scheduler, "c", first[:19] + [200] * 20)
+    plan, _ = run(scheduler)
+    assert chunks(plan) == [("a", 0, 40, True), ("c", 16, 23, True)]
+    add(scheduler, "d", first[:21] + [100] * 5 + [300] * 9)  # 5 tokens more with "b" than with "a"
+    plan, _ = run(scheduler)
+    assert chunks(plan) == [("b", 21, 20, True)]
+    plan, _ = run(scheduler)
+    assert chunks(plan) == [("d", 26, 9, True)]
+
+
+def test_an_early_request_keeps_its_row_and_its_blocks():
+    """16 usable blocks of 4: "a" takes 6, "b" waits and needs 5 of its own, so there is no room for "c" beside them."""
+    limits = dict(num_blocks=17, block_size=4, max_num_seqs=3, max_prefill_seqs=3, max_num_batched_tokens=64)
+    for others, admitted in (("bc", ["a"]), ("c", ["a", "c"])):
+        scheduler = make(max_model_len=64, **limits)
+        add(scheduler, "a", list(range(24)), 2)
+        if "b" in others:
+            add(scheduler, "b", list(range(7)) + [100] * 14, 2)
+        add(scheduler, "c", [200] * 20, 2)
+        plan, _ = run(scheduler)
+        assert [chunk.request_id for chunk in plan.prefill] == admitted
+        plan, _ = run(scheduler)
+        assert ("b" in others) == ("b" in [chunk.request_id for chunk in plan.prefill])
 
 
 def test_long_shared_prefix_is_computed_once_though_it_takes_several_steps():

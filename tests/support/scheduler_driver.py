@@ -161,12 +161,14 @@ def random_prompt(rng, longest):
     return head[: rng.randint(1, len(head))] + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 2))]
 
 
-def random_sampling(rng):
+def random_sampling(rng, room):
+    """`room`: tokens that fit after the prompt at least."""
+    max_tokens = rng.choice([None, 1, 2, 3, 5, 9, 17])
     return SamplingParams(
-        max_tokens=rng.choice([None, 1, 2, 3, 5, 9, 17]),
+        max_tokens=max_tokens,
         seed=rng.choice([None, 0, 1]),
         stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1]))),
-        min_tokens=rng.choice([0, 0, 2, 6]),
+        min_tokens=min(rng.choice([0, 0, 2, 6]), room, max_tokens or room),
         prompt_logprobs=rng.choice([None, None, None, 1]),
     )
 
@@ -202,11 +204,13 @@ def random_setup(rng):
 
 
 def fork_random(driver, rng):
-    sampling = dataclasses.replace(random_sampling(rng), prompt_logprobs=None)
-    return driver.fork(rng.choice(driver.scheduler.live_ids), sampling)
+    parent_id = rng.choice(driver.scheduler.live_ids)
+    room = driver.limits.max_model_len - len(driver.executor.requests[parent_id][0].prompt_token_ids)
+    return driver.fork(parent_id, dataclasses.replace(random_sampling(rng, room), prompt_logprobs=None))
 
 
 def add_random(driver, rng):
     prompt = random_prompt(rng, driver.limits.max_model_len - 4)
     salt = rng.choice([None, None, None, "a"])
-    return driver.add(prompt, random_sampling(rng), cache_salt=salt, priority=rng.randint(0, 2))
+    sampling = random_sampling(rng, driver.limits.max_model_len - len(prompt))
+    return driver.add(prompt, sampling, cache_salt=salt, priority=rng.randint(0, 2))

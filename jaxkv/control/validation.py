@@ -1,11 +1,11 @@
-"""What a request may ask for: checked once, before it reaches the engine, for the server and for LLM alike."""
+"""What a request may ask for. The scheduler checks all that it takes in; whoever wants to refuse earlier, or more, may too."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams
+from jaxkv.core.request import MAX_LOGIT_BIASES, Request, SamplingParams
 
 # Every stop string is searched for with each token.
 MAX_STOPS = 64
@@ -14,6 +14,8 @@ MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_LENGTH = 1024
 # Far beyond what is useful, and no float32 logit overflows.
 REPETITION_PENALTIES = (0.01, 100.0)
+# As vLLM has it: smaller ones count as greedy, since logits divided by them may overflow.
+LEAST_TEMPERATURE = 1e-5
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -83,9 +85,31 @@ def checked_sampling(
             raise RequestError(
                 f"stop_token_ids has {token_id}; ids of this model are 0 to {vocab_size - 1}", param="stop_token_ids"
             )
+    temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
     top_k = params.top_k if params.top_k < vocab_size else 0  # a huge k keeps all, and must not overflow 32 bits
     seed = None if params.seed is None else params.seed % 2**31
-    return dataclasses.replace(params, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias)
+    return dataclasses.replace(
+        params, temperature=temperature, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias
+    )
+
+
+def check_request(request: Request) -> None:
+    """Refuses what is no request at all: fields of a wrong type. Sampling has a check of its own.
+
+    Raises:
+      RequestError: naming the field.
+    """
+    for name, ok, wanted in (
+        ("request_id", isinstance(request.request_id, str), "a string"),
+        ("prompt_token_ids", _is_prompt(request.prompt_token_ids), "a tuple of integers"),
+        ("sampling", isinstance(request.sampling, SamplingParams), "SamplingParams"),
+        ("arrival_time", request.arrival_time is None or _is_finite(request.arrival_time), "a number or None"),
+        ("priority", _is_integer(request.priority), "an integer"),
+        ("cache_salt", request.cache_salt is None or isinstance(request.cache_salt, str), "a string or None"),
+    ):
+        if not ok:
+            value = repr(getattr(request, name))
+            raise RequestError(f"{name} is {value[:100]}; it must be {wanted}", param=name)
 
 
 def _checked_bias(
@@ -148,7 +172,7 @@ def _check_types(params: SamplingParams) -> None:
             ok, wanted = isinstance(value, bool), "a bool"
         elif field.name in ("stop", "stop_token_ids"):
             item = str if field.name == "stop" else int
-            ok = isinstance(value, list | tuple) and all(isinstance(entry, item) for entry in value)
+            ok = isinstance(value, list | tuple) and all(type(entry) is item for entry in value)
             wanted = f"a tuple of {item.__name__}"
         else:
             optional = field.name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
@@ -164,6 +188,14 @@ def _is_integer(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return _is_integer(value) or isinstance(value, float)
+
+
+def _is_finite(value: object) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, tuple) and set(map(type, value)) <= {int}
 
 
 def _is_bias(value: object) -> bool:

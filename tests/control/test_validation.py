@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxkv.control.validation import check_request, checked_sampling
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import SamplingParams
-from jaxkv.validation import checked_sampling
+from jaxkv.core.request import Request, SamplingParams
 
 LIMITS = {"vocab_size": 100, "max_model_len": 64, "max_logprobs": 5}
 WRONG = {
@@ -28,6 +28,11 @@ def test_wrong_types_are_refused_by_name(name, value):
     with pytest.raises(RequestError, match=name) as error:
         checked_sampling(dataclasses.replace(SamplingParams(), **{name: value}), (1, 2), **LIMITS)
     assert error.value.param == name
+
+
+@pytest.mark.parametrize("temperature, used", [(1.2e-38, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (0.7, 0.7), (0, 0)])
+def test_temperatures_that_would_overflow_are_greedy(temperature, used):
+    assert checked_sampling(SamplingParams(temperature=temperature), (1,), **LIMITS).temperature == used
 
 
 def test_right_types_pass():
@@ -58,4 +63,22 @@ def test_logit_bias_is_a_mapping_or_pairs_and_leaves_as_pairs():
 def test_values_out_of_range_are_refused_by_name(name, value, words):
     with pytest.raises(RequestError, match=words) as error:
         checked_sampling(dataclasses.replace(SamplingParams(), **{name: value}), (1, 2), **LIMITS)
+    assert error.value.param == name
+
+
+GOOD = Request("a", (1, 2), SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("request_id", 3), ("prompt_token_ids", [1, 2]), ("prompt_token_ids", (1.0,)), ("prompt_token_ids", (True,)),
+        ("sampling", None), ("arrival_time", float("nan")), ("arrival_time", "now"), ("priority", 1.5),
+        ("priority", None), ("cache_salt", 7),
+    ],
+)  # fmt: skip
+def test_fields_of_a_request_are_checked_by_type(name, value):
+    check_request(GOOD)
+    with pytest.raises(RequestError, match=f"^{name} is") as error:
+        check_request(dataclasses.replace(GOOD, **{name: value}))
     assert error.value.param == name
