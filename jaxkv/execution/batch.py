@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.plan import PrefillChunk, PrefixGroup
@@ -101,6 +102,16 @@ class PrefillAttention:
             AttentionOptions(scale, window),
             implementation=self.implementation,
         ).out
+
+    def of_last_tokens(self) -> "DecodeAttention":
+        """For the last token of each chunk alone, once all keys and values are written; padding sees nothing."""
+        q_lens = self.cu_q_lens[1:] - self.cu_q_lens[:-1]
+        return DecodeAttention(
+            slots=jnp.zeros_like(q_lens),
+            block_table=self.block_table,
+            seq_lens=jnp.where(q_lens > 0, self.context_lens + q_lens, 0),
+            implementation=self.implementation,
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -45,19 +45,22 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
 
+    def store(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, attention: PagedAttention) -> LayerKV:
+        """The cache with the keys and values of x [T, E]."""
+        k, v = (y(x).reshape(-1, self.num_kv_heads, self.head_dim) for y in (self.k_proj, self.v_proj))
+        if hasattr(self, "k_norm"):
+            k = self.k_norm(k)
+        return attention.write(kv, rope.rotate(k, cos, sin), v)
+
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, attention: PagedAttention
-    ) -> tuple[jax.Array, LayerKV]:
-        num_tokens = x.shape[0]
-        q = self.q_proj(x).reshape(num_tokens, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, self.head_dim)
+    ) -> jax.Array:
+        """[T, E] for x [T, E], whose keys and values are stored."""
+        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        kv = attention.write(kv, k, v)
-        out = attention.attend(q, kv, scale=self.head_dim**-0.5, window=self.window)
-        return self.o_proj(out.reshape(num_tokens, -1)), kv
+            q = self.q_norm(q)
+        out = attention.attend(rope.rotate(q, cos, sin), kv, scale=self.head_dim**-0.5, window=self.window)
+        return self.o_proj(out.reshape(x.shape[0], -1))
 
 
 class DecoderLayer(nnx.Module):
@@ -67,19 +70,24 @@ class DecoderLayer(nnx.Module):
         self.post_attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
+    def store(self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, attention: PagedAttention) -> LayerKV:
+        return self.attention.store(self.input_norm(x), cos, sin, kv, attention)
+
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, attention: PagedAttention
-    ) -> tuple[jax.Array, LayerKV]:
-        attended, kv = self.attention(self.input_norm(x), cos, sin, kv, attention)
-        x = x + attended
-        return x + self.mlp(self.post_attention_norm(x)), kv
+    ) -> jax.Array:
+        """After `store`; for as many of its tokens as are needed further."""
+        x = x + self.attention(self.input_norm(x), cos, sin, kv, attention)
+        return x + self.mlp(self.post_attention_norm(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_layer(graphdef, weights, x, cos, sin, kv, attention) -> tuple[jax.Array, LayerKV]:
     """One layer as a function of its own: alike layers are traced once, not L times (30 layers: lowering takes
     0.4 s instead of 1.8 s). XLA inlines the calls."""
-    return nnx.merge(graphdef, weights)(x, cos, sin, kv, attention)
+    layer = nnx.merge(graphdef, weights)
+    kv = layer.store(x, cos, sin, kv, attention)
+    return layer(x, cos, sin, kv, attention), kv
 
 
 class Llama(nnx.Module):
@@ -103,19 +111,34 @@ class Llama(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, layers_kv: tuple[LayerKV, ...], attention: PagedAttention
     ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
         """Hidden states [T, E] of i32[T] tokens at i32[T] positions, and the cache with their keys and values."""
+        x, layers_kv = self.body(token_ids, positions, layers_kv, attention)
+        return self.tail(x, positions, layers_kv[-1], attention), layers_kv
+
+    def body(
+        self, token_ids: jax.Array, positions: jax.Array, layers_kv: tuple[LayerKV, ...], attention: PagedAttention
+    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        """All keys and values, and what goes into the last layer [T, E]: `tail` need not follow for every token."""
+        cos, sin = self._cos_sin(positions)
+        x = self.embed_tokens(token_ids)
+        new_kv = []
+        for layer, kv in zip(self.layers[:-1], layers_kv[:-1], strict=True):
+            x, kv = _run_layer(*nnx.split(layer), x, cos, sin, kv, attention)
+            new_kv.append(kv)
+        new_kv.append(self.layers[-1].store(x, cos, sin, layers_kv[-1], attention))
+        return x, tuple(new_kv)
+
+    def tail(self, x: jax.Array, positions: jax.Array, kv: LayerKV, attention: PagedAttention) -> jax.Array:
+        """Hidden states [T, E] of those tokens; `kv` is the last layer's."""
+        return self.norm(self.layers[-1](x, *self._cos_sin(positions), kv, attention))
+
+    def _cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         frequencies, factor = rope.inverse_frequencies(
             self.config.rope,
             self.config.head_dim,
             max_position_embeddings=self.config.max_position_embeddings,
             max_model_len=self.max_model_len,
         )
-        cos, sin = rope.cos_sin(positions, frequencies, factor)
-        x = self.embed_tokens(token_ids)
-        new_kv = []
-        for layer, kv in zip(self.layers, layers_kv, strict=True):
-            x, kv = _run_layer(*nnx.split(layer), x, cos, sin, kv, attention)
-            new_kv.append(kv)
-        return self.norm(x), tuple(new_kv)
+        return rope.cos_sin(positions, frequencies, factor)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[T, V] of hidden states [T, E]."""

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Sequence
 
 from jaxkv.async_engine import AsyncEngine, RequestStream
+from jaxkv.control.validation import checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request
 from jaxkv.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
 from jaxkv.tokenization.tokenizer import Tokenizer
-from jaxkv.control.validation import checked_sampling
 
 # Text this short is tokenised in under 0.2 ms: cheaper than a trip to another thread, and too short to be felt.
 _INLINE_CHARACTERS = 1000

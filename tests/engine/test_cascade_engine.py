@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxkv import startup
+from jaxkv import program_plan, settings, startup
 from jaxkv.control.cascade_cost import ALWAYS
 from jaxkv.control.engine import Engine
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -160,9 +160,9 @@ def test_steady_state_compiles_nothing():
 def test_what_the_setting_means(asked, implementation, windows, used):
     model = dataclasses.replace(tiny_llama(), window_sizes=windows)
     config = EngineConfig(cascade=asked, kv_cache_dtype="int8")
-    config = dataclasses.replace(config, cascade=startup._resolve_cascade(config, model, implementation))
+    config = dataclasses.replace(config, cascade=settings.resolve_cascade(config, model, implementation))
     assert config.cascade == used
-    cost = startup._cascade_cost(config, model)
+    cost = startup.cascade_cost(config, model)
     assert (cost is None) == (used == "off") and (cost == ALWAYS) == (used == "on")
     if used == "auto":
         assert cost.token == pytest.approx(2 * 2 * (32 + 2) / 3.87e12)  # of one layer
@@ -171,12 +171,12 @@ def test_what_the_setting_means(asked, implementation, windows, used):
 def test_cascade_on_needs_a_layer_without_a_window():
     model = dataclasses.replace(tiny_llama(), window_sizes=(64, 64))
     with pytest.raises(ConfigError, match="every layer of the model has a sliding window"):
-        startup._resolve_cascade(EngineConfig(cascade="on"), model, "xla")
+        settings.resolve_cascade(EngineConfig(cascade="on"), model, "xla")
 
 
 def test_groups_run_in_the_larger_decode_buckets():
-    assert startup._cascade_buckets((1, 4, 16, 64, 256)) == (16, 64, 256)
-    assert startup._cascade_buckets((1, 4, 8)) == (8,) and startup._cascade_buckets((1, 2)) == (2,)
+    assert program_plan.cascade_buckets((1, 4, 16, 64, 256)) == (16, 64, 256)
+    assert program_plan.cascade_buckets((1, 4, 8)) == (8,) and program_plan.cascade_buckets((1, 2)) == (2,)
 
 
 def test_groups_as_arrays():

@@ -16,7 +16,7 @@ def started(folder, monkeypatch):
     def compile_nothing(*_):
         raise CompiledError
 
-    monkeypatch.setattr(startup, "_plan", compile_nothing)
+    monkeypatch.setattr(startup, "plan_programs", compile_nothing)
     monkeypatch.setattr(startup, "load_tokenizer", lambda *_: None)
     startup.start_engine(EngineConfig(model=str(folder), compilation_cache_dir=""))
 

@@ -1,0 +1,127 @@
+"""How many blocks there is room for, and the step functions for them: each needs the other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.control.executor import ExecutorLimits
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.model_config import ModelConfig
+from jaxkv.core.progress import Progress
+from jaxkv.execution.decode_state import state_bytes
+from jaxkv.execution.executable_store import ExecutableStore
+from jaxkv.execution.kv_cache import kv_bytes_per_token
+from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
+from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, geometric_buckets
+from jaxkv.settings import MAX_DECODE_STEPS, model_limit
+from pallas_kernels import dispatch
+
+# Fewer rows share nothing on XLA:CPU: its f32 matmul rows are bitwise equal among 64 rows and more, not below, and a
+# prompt's KV must not depend on how it was cut into chunks.
+_MIN_PREFILL_TOKENS = 64
+_MAX_PREFILL_SEQS = 16
+# Groups a call; more would pay in the kernel's grid, and the ones that save most come first. Fewer rows than the least
+# bucket of those that groups run in are padded to it.
+_MAX_PREFIX_GROUPS = 16
+_LEAST_CASCADE_BUCKET = 16
+
+
+def plan_programs(
+    config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
+) -> tuple[Programs, MemoryPlan]:
+    """Blocks, and the step functions for them, being built in the background.
+
+    The arithmetic refuses what can't fit first; then the compiler tells the temporaries.
+    """
+    available = available_memory()
+    itemsize = jnp.dtype(config.dtype).itemsize
+    # Less than there will be: a row's float32 logits, a token's widest activation. Enough to refuse what is hopeless.
+    per_seq, per_token = 4 * model.vocab_size, itemsize * model.intermediate_size
+    needs = MemoryNeeds(
+        weights=model.num_parameters() * itemsize,
+        kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
+        decode_state=state_bytes(
+            config.max_num_seqs,
+            -(-(config.max_model_len or model_limit(model)) // config.block_size),
+            ExecutorLimits.max_stop_ids,
+            model.vocab_size,
+        ),
+        temporaries=max(per_seq * config.max_num_seqs, per_token * config.max_num_batched_tokens),
+        temporaries_per_seq=per_seq,
+        temporaries_per_token=per_token,
+    )
+
+    def plan(needs: MemoryNeeds) -> MemoryPlan:
+        return plan_memory(
+            config,
+            needs,
+            platform=platform,
+            available=available,
+            block_size=config.block_size,
+            model_limit=model_limit(model),
+            most_blocks=dispatch.max_blocks(
+                config.attention_implementation,
+                num_kv_heads=model.num_kv_heads,
+                block_size=config.block_size,
+                head_dim=model.head_dim,
+                kv_format=config.kv_cache_dtype,
+            ),
+        )
+
+    memory = plan(needs)
+    programs = _programs(config, model, memory)
+    only = programs.largest() if config.enforce_eager else None
+    programs.start(progress, only)
+    try:
+        with_temporaries = plan(dataclasses.replace(needs, temporaries=programs.temporaries()))
+    except BaseException:
+        programs.stop()
+        raise
+    # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
+    if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
+        programs.stop()
+        programs = _programs(config, model, with_temporaries)
+        programs.start(progress, only)
+    return programs, with_temporaries
+
+
+def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Programs:
+    limits = ExecutorLimits(
+        num_blocks=memory.num_blocks + 1,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_seqs=min(config.max_num_seqs, _MAX_PREFILL_SEQS),
+        max_model_len=memory.max_model_len,
+        max_decode_steps=1 if config.enforce_eager else MAX_DECODE_STEPS,
+        max_prefix_groups=0 if config.cascade == "off" else min(_MAX_PREFIX_GROUPS, config.max_num_seqs // 2),
+    )
+    decode_buckets = _decode_buckets(config.max_num_seqs)
+    shapes = ProgramShapes(
+        model=model,
+        dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
+        limits=limits,
+        prefill_buckets=geometric_buckets(
+            _MIN_PREFILL_TOKENS, max(config.max_num_batched_tokens, _MIN_PREFILL_TOKENS), 2
+        ),
+        decode_buckets=decode_buckets,
+        num_top=min(config.max_logprobs, model.vocab_size),
+        implementation=config.attention_implementation,
+        cascade_buckets=cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
+    )
+    abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
+    return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
+
+
+def _decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Padded row counts. On CPU a row costs: the demo model's step takes 86 ms with 8 rows, 123 with 16. On GPU the weights
+    that are read cost, and hardly the rows."""
+    factor = 2 if jax.default_backend() == "cpu" else 4
+    return tuple(dict.fromkeys((1, *geometric_buckets(min(4, max_num_seqs), max_num_seqs, factor))))
+
+
+def cascade_buckets(decode_buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """The largest decode bucket always: groups may have any number of rows."""
+    return tuple(bucket for bucket in decode_buckets if bucket >= min(_LEAST_CASCADE_BUCKET, decode_buckets[-1]))
