@@ -110,6 +110,7 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
         cascade_buckets=cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
+        cache_as_bits=jax.default_backend() == "cpu" and not config.attention_implementation.startswith("pallas_"),
     )
     abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))

@@ -118,7 +118,12 @@ class PrefixSharing:
 
     def gain_of_waiting(self, state: RequestState, hit: PrefixHit) -> int:
         """Tokens that the hit would have more in the next plan: the head of a block that this one writes."""
-        if not self._new_heads or not self._share_partial or hit.num_unused_tokens or _running_parent(state) is not None:
+        if (
+            not self._new_heads
+            or not self._share_partial
+            or hit.num_unused_tokens
+            or _running_parent(state) is not None
+        ):
             return 0
         heads = self._new_heads.get(state.parent_hash(len(hit.blocks)))
         if heads is None:

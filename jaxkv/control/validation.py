@@ -88,9 +88,7 @@ def checked_sampling(
     temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
     top_k = params.top_k if params.top_k < vocab_size else 0  # a huge k keeps all, and must not overflow 32 bits
     seed = None if params.seed is None else params.seed % 2**31
-    return dataclasses.replace(
-        params, temperature=temperature, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias
-    )
+    return dataclasses.replace(params, temperature=temperature, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias)
 
 
 def check_request(request: Request) -> None:

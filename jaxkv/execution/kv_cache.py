@@ -15,11 +15,11 @@ class KVCache:
     layers: tuple[LayerKV, ...]  # L layers, the same block ids in each
 
 
-def empty_cache(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str) -> KVCache:
-    """`num_blocks` counts the null block."""
+def empty_cache(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, as_bits: bool = False) -> KVCache:
+    """`num_blocks` counts the null block. `as_bits`: see LayerKV.bits_of."""
 
     def layer() -> LayerKV:
-        return empty_layer_kv(num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype)
+        return empty_layer_kv(num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype, as_bits=as_bits)
 
     return KVCache(tuple(layer() for _ in range(config.num_layers)))
 

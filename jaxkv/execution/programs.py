@@ -63,6 +63,7 @@ class ProgramShapes:
       prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
       cascade_buckets: those of them that rows with shared prefixes can run in; none without limits.max_prefix_groups.
       num_top: logprob alternatives computed when a row asks.
+      cache_as_bits: for XLA:CPU, which converts pools of 16-bit floats whole (LayerKV.bits_of).
     """
 
     model: ModelConfig
@@ -74,6 +75,7 @@ class ProgramShapes:
     num_top: int
     implementation: str
     cascade_buckets: tuple[int, ...] = ()
+    cache_as_bits: bool = False
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -90,7 +92,13 @@ class ProgramShapes:
 
     def empty_cache(self) -> KVCache:
         limits = self.limits
-        return empty_cache(self.model, num_blocks=limits.num_blocks, block_size=limits.block_size, dtype=self.kv_dtype)
+        return empty_cache(
+            self.model,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            dtype=self.kv_dtype,
+            as_bits=self.cache_as_bits,
+        )
 
 
 def geometric_buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:

@@ -34,9 +34,7 @@ def project(x: jax.Array, weight: jax.Array, dtype=None) -> jax.Array:
             return jax.lax.optimization_barrier(dot(weight, x, preferred_element_type=dtype)).T
         return dot(x, weight, preferred_element_type=dtype)
 
-    return jax.lax.platform_dependent(
-        x, weight, cpu=cpu, default=functools.partial(dot, preferred_element_type=dtype)
-    )
+    return jax.lax.platform_dependent(x, weight, cpu=cpu, default=functools.partial(dot, preferred_element_type=dtype))
 
 
 class Linear(nnx.Module):
@@ -57,7 +55,19 @@ class Embedding(nnx.Module):
         self.weight = _normal(rngs, (num_embeddings, features), dtype)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return self.weight[...].at[ids].get(mode="promise_in_bounds")
+        weight = self.weight[...]
+
+        def gather(weight: jax.Array) -> jax.Array:
+            return weight.at[ids].get(mode="promise_in_bounds")
+
+        def cpu() -> jax.Array:
+            """XLA:CPU would convert all of it to float32 to gather 16-bit floats, but moves integers as they are."""
+            if weight.dtype.itemsize != 2:
+                return gather(weight)
+            bits = gather(jax.lax.bitcast_convert_type(weight, jnp.uint16))
+            return jax.lax.bitcast_convert_type(bits, weight.dtype)
+
+        return jax.lax.platform_dependent(cpu=cpu, default=lambda: gather(weight))
 
 
 class RMSNorm(nnx.Module):

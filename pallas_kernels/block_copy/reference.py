@@ -1,5 +1,7 @@
 """The oracle: one token of one copy after the other, always out of the blocks as they were."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -20,11 +22,12 @@ def block_copy(kv: LayerKV, src: jax.Array, dst: jax.Array, num_tokens: jax.Arra
             moved = jnp.where(token < num_tokens[copy], old[src[copy], *at], new[dst[copy], *at])
             return new.at[dst[copy], *at].set(moved)
 
-        return LayerKV(
-            put(kv.k, old.k),
-            put(kv.v, old.v, transposed=old.format.is_quantized),
-            put(kv.k_scale, old.k_scale),
-            put(kv.v_scale, old.v_scale),
+        return dataclasses.replace(
+            kv,
+            k=put(kv.k, old.k),
+            v=put(kv.v, old.v, transposed=old.format.is_quantized),
+            k_scale=put(kv.k_scale, old.k_scale),
+            v_scale=put(kv.v_scale, old.v_scale),
         )
 
     return jax.lax.fori_loop(0, src.shape[0] * old.block_size, copy_token, kv)

@@ -1,5 +1,7 @@
 """block_copy for any device: gather both blocks, mix, scatter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -17,4 +19,10 @@ def block_copy(kv: LayerKV, src: jax.Array, dst: jax.Array, num_tokens: jax.Arra
 
     token = (1, kv.block_size, 1)
     value = (1, 1, kv.block_size) if kv.format.is_quantized else token
-    return LayerKV(copy(kv.k, token), copy(kv.v, value), copy(kv.k_scale, token[:2]), copy(kv.v_scale, token[:2]))
+    return dataclasses.replace(
+        kv,
+        k=copy(kv.k, token),
+        v=copy(kv.v, value),
+        k_scale=copy(kv.k_scale, token[:2]),
+        v_scale=copy(kv.v_scale, token[:2]),
+    )

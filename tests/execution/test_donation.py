@@ -14,10 +14,9 @@ SMALL = {"num_blocks": 2049, "max_model_len": 512}
 
 
 @functools.lru_cache
-def analysis(kind: str, bucket: int | None, num_blocks: int, max_model_len: int):
-    programs = make_programs(tiny_llama(), num_blocks=num_blocks, max_model_len=max_model_len)
-    cache = programs.abstract_cache
-    cache_bytes = sum(2 * layer.k.size * layer.k.dtype.itemsize for layer in cache.layers)
+def analysis(kind: str, bucket: int | None, num_blocks: int, max_model_len: int, **dtypes: str):
+    programs = make_programs(tiny_llama(), num_blocks=num_blocks, max_model_len=max_model_len, **dtypes)
+    cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.abstract_cache))
     return programs.lower(kind, bucket).compile().memory_analysis(), cache_bytes
 
 
@@ -28,6 +27,25 @@ def test_cache_is_updated_in_place(kind, bucket):
     assert memory.alias_size_in_bytes >= cache_bytes
     # One block copy holds 16 blocks of one layer; nothing comes near the pool.
     assert memory.temp_size_in_bytes < cache_bytes / 16
+
+
+@pytest.mark.parametrize(
+    "kind, bucket, dtype, kv_dtype",
+    [
+        ("prefill", 64, "bfloat16", "bfloat16"),
+        ("decode", 4, "bfloat16", "bfloat16"),
+        ("decode", 1, "float16", "float16"),
+        ("decode", 4, "float32", "int8"),
+        ("copy", None, "bfloat16", "bfloat16"),
+    ],
+)
+def test_no_step_converts_the_pool(kind, bucket, dtype, kv_dtype):
+    """XLA:CPU would gather and scatter 16-bit floats as float32, all of them (LayerKV.bits_of): one layer's keys would be
+    half of the pool, scales of int8 a 17th."""
+    buckets = (bucket,) if kind == "decode" else (4,)
+    memory, cache_bytes = analysis(kind, bucket, **SMALL, dtype=dtype, kv_dtype=kv_dtype, decode_buckets=buckets)
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 20
 
 
 def test_decode_state_is_updated_in_place():

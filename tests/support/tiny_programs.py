@@ -57,6 +57,7 @@ def make_programs(
         num_top=NUM_TOP,
         implementation=implementation,
         cascade_buckets=tuple(bucket for bucket in decode_buckets if bucket > 1 and limits.max_prefix_groups),
+        cache_as_bits=not implementation.startswith("pallas_"),
     )
     return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len), shapes)
 
