@@ -59,7 +59,7 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, platform: str) ->
     block_size = config.block_size or (16 if cpu else 64)
     try:
         implementation, reason = dispatch.resolve(
-            config.attention_implementation, _attention_configuration(model, block_size, kv_cache_dtype)
+            config.attention_implementation, _attention_configuration(model, block_size, dtype, kv_cache_dtype)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -81,7 +81,9 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, platform: str) ->
     )
 
 
-def _attention_configuration(model: ModelConfig, block_size: int, kv_format: str) -> dispatch.Configuration:
+def _attention_configuration(
+    model: ModelConfig, block_size: int, dtype: str, kv_format: str
+) -> dispatch.Configuration:
     device = jax.local_devices()[0]
     capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))  # AMD's are no numbers
     return dispatch.Configuration(
@@ -90,6 +92,7 @@ def _attention_configuration(model: ModelConfig, block_size: int, kv_format: str
         block_size=block_size,
         head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads,
+        dtype=dtype,
         kv_format=kv_format,
     )
 

@@ -17,6 +17,9 @@ ALL = ("pallas_triton", "pallas_triton_interpreted", "xla", "reference")
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_TRITON_BLOCK, _MOST_GROUP = 16, 16
 _MOST_HEAD_DIM = 256
+# Products of float32 in three parts need so many registers that prefill spills from here on: 16 to 400 bytes a thread at
+# 256, whatever the tile (JAX 0.10.2, A100 and H200).
+_MOST_HEAD_DIM_FLOAT32 = 128
 
 
 class Support(NamedTuple):
@@ -30,7 +33,7 @@ class Configuration:
 
     Attributes:
       platform: "cpu", "cuda", or another of JAX's. capability: compute capability of a CUDA device, (9, 0) for Hopper.
-      group: query heads a KV head. kv_format: a name of kv_format.FORMATS.
+      group: query heads a KV head. dtype: of the queries. kv_format: a name of kv_format.FORMATS.
     """
 
     platform: str
@@ -38,6 +41,7 @@ class Configuration:
     block_size: int
     head_dim: int
     group: int
+    dtype: str
     kv_format: str
 
 
@@ -72,6 +76,8 @@ def _not_for_triton(configuration: Configuration) -> str | None:
         )
     if configuration.head_dim > _MOST_HEAD_DIM:
         return f"head_dim must be at most {_MOST_HEAD_DIM}, not {configuration.head_dim}"
+    if configuration.dtype == "float32" and configuration.head_dim > _MOST_HEAD_DIM_FLOAT32:
+        return f"head_dim must be at most {_MOST_HEAD_DIM_FLOAT32} in float32, not {configuration.head_dim}"
     if configuration.group > _MOST_GROUP:
         return f"at most {_MOST_GROUP} query heads may share a KV head, not {configuration.group}"
     if configuration.kv_format not in FORMATS:

@@ -45,6 +45,9 @@ from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingPar
 
 logger = logging.getLogger(__name__)
 
+# The cheapest request may be the victim so often before others take their turns.
+_PREEMPTIONS_IN_A_ROUND = 2
+
 
 class Scheduler:
     """`add` and `finish` requests at any moment; `schedule` a plan; `update` with each plan's result, in order."""
@@ -276,12 +279,20 @@ class Scheduler:
     def _make_room(self, needer: RequestState) -> bool:
         """Preempt the cheapest request of a worse rank; failing that the needer itself, then False.
 
-        Cheapest: fewest blocks that nobody else shares, since only they must be computed again; of equals the newest.
+        Cheapest: fewest blocks that nobody else shares, since only they must be computed again; of equals the newest. But
+        nobody is preempted a third time more while there is another that has been less often.
+
+        Preemptions are bounded: each gives a block to an elder that grows, and no victim comes back before there is room
+        for it and a block more for every running row. So there are fewer than blocks that decoding fills.
         """
         worse = self.running[bisect.bisect_right(self.running, needer.rank, key=lambda state: state.rank) :]
         exclusive = [self.blocks.num_exclusive(state.blocks) for state in worse]
-        victims = [(count, -place) for place, count in enumerate(exclusive) if count > 0]
-        victim = worse[-min(victims)[1]] if victims else needer
+        victims = [
+            (worse[place].num_preemptions // _PREEMPTIONS_IN_A_ROUND, count, -place)
+            for place, count in enumerate(exclusive)
+            if count > 0
+        ]
+        victim = worse[-min(victims)[2]] if victims else needer
         self._preempt(victim)
         return victim is not needer
 

@@ -63,6 +63,30 @@ def test_preemption_takes_the_cheapest_newer_request_and_continues_it_later():
     assert next(output for output in outputs if output.request_id == "short").num_cached_tokens == 0
 
 
+def test_the_cheapest_is_spared_after_two_preemptions_until_the_others_have_had_theirs():
+    for counts, victim in (((0, 1), "short"), ((0, 2), "long"), ((2, 2), "short"), ((3, 4), "long")):
+        # Ten blocks: it is "old" that needs the eleventh.
+        scheduler = make(SchedulerConfig(decode_steps=1), num_blocks=11, max_num_batched_tokens=45)
+        for name, length in (("old", 6), ("long", 12), ("short", 2)):
+            add(scheduler, name, length, max_tokens=25)
+        run(scheduler)
+        for state, count in zip(scheduler.running[1:], counts, strict=True):
+            state.num_preemptions = count
+        assert grow_until_preemption(scheduler)[1] == {victim}
+
+
+def test_preemptions_are_fewer_than_blocks_that_decoding_fills():
+    scheduler = make(num_blocks=20, max_model_len=60, max_num_seqs=4)
+    for number in range(30):
+        add(scheduler, str(number), 1 + number % 20, max_tokens=40, ignore_eos=True)
+    executor = SimExecutor(scheduler.limits, ConstantCostModel(), SimulatedClock())
+    while scheduler.has_requests:
+        scheduler.update(executor.submit(scheduler.schedule()).result())
+        scheduler.check()
+    filled = scheduler.stats.generated_tokens // scheduler.limits.block_size
+    assert scheduler.stats.generated_tokens == 30 * 40 and 0 < scheduler.stats.preemptions < filled
+
+
 def test_oldest_request_is_never_preempted_and_everyone_finishes():
     scheduler = make(num_blocks=12, max_model_len=45)
     for number in range(6):

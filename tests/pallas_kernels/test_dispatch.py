@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import dispatch
 
-CPU = dispatch.Configuration("cpu", None, block_size=16, head_dim=64, group=4, kv_format="bfloat16")
+CPU = dispatch.Configuration("cpu", None, block_size=16, head_dim=64, group=4, dtype="bfloat16", kv_format="bfloat16")
 H200 = dataclasses.replace(CPU, platform="cuda", capability=(9, 0), block_size=64, head_dim=128)
 
 
@@ -55,6 +55,7 @@ def test_a_named_implementation_is_taken(name):
         ("pallas_triton", {"platform": "cuda", "capability": None}, "this GPU has an unknown one"),
         ("pallas_triton_interpreted", {"block_size": 8}, "block_size must be at least 16"),
         ("pallas_triton_interpreted", {"head_dim": 512}, "head_dim must be at most 256, not 512"),
+        ("pallas_triton_interpreted", {"head_dim": 256, "dtype": "float32"}, "at most 128 in float32, not 256"),
         ("pallas_triton_interpreted", {"group": 32}, "at most 16 query heads may share a KV head, not 32"),
         (
             "pallas_triton_interpreted",
