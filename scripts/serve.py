@@ -14,6 +14,7 @@ from jaxkv.async_engine import AsyncEngine
 from jaxkv.console import ConsoleProgress, set_up_logging
 from jaxkv.core.errors import ConfigError
 from jaxkv.server.app import create_app
+from jaxkv.server.metrics import cache_config_labels
 from jaxkv.server.serving import Serving
 
 jaxkv_flags.define_engine_flags()
@@ -62,6 +63,7 @@ def main(rest: list[str]) -> int:
         vocab_size=started.model_config.vocab_size,
         max_model_len=started.config.max_model_len,
         max_logprobs=started.config.max_logprobs,
+        cache_config=cache_config_labels(started.config),
     )
     server = _Server(
         uvicorn.Config(
