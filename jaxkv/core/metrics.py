@@ -64,7 +64,7 @@ class Samples:
         self._histogram: Histogram | None = None
 
     def histogram(self) -> Histogram:
-        """The distribution as of now. Kept until the next observation: most of them change once a request, not a step."""
+        """The distribution as of now. Kept until the next observation: most change once a request, not once a step."""
         if self._histogram is None:
             self._histogram = Histogram(self.bounds, tuple(self.buckets), self.total)
         return self._histogram
@@ -76,7 +76,7 @@ class Samples:
         self._histogram = None
 
     def extend(self, values: Sequence[float]) -> None:
-        """Cheap where most are alike, as the rows of a step are: sorting them is one pass, then a bound costs 0.1 us."""
+        """Cheap where most are alike, as the rows of a step are: sorting is then one pass, and a bound costs 0.1 us."""
         if not values:
             return
         ordered, start = sorted(values), 0
@@ -113,7 +113,7 @@ class RequestMetrics:
         admitted.
       num_generated_tokens: tokens delivered, the stop id included; of a fork, only its own.
       max_tokens: most that it could have generated.
-      num_sequences: n of the API's request that it is a sequence of, told by the one that ends last; None by the others.
+      num_sequences: n of the request that it is a sequence of, told by the one that ends last; None by the others.
       most_generated_tokens: of any of these sequences; means something with num_sequences only.
     """
 

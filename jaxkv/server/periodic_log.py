@@ -13,7 +13,7 @@ INTERVAL_S = 10.0
 
 
 def status_line(before: EngineSnapshot, now: EngineSnapshot, seconds: float) -> str | None:
-    """What the engine did between two snapshots, and how it stands; None when nothing happened and nothing is to be done."""
+    """What the engine did between two snapshots, and how it stands; None if it did nothing and has nothing to do."""
     if now.steps == before.steps and now.num_finished == before.num_finished and not now.num_running + now.num_waiting:
         return None
     queried = now.queried - before.queried
