@@ -4,6 +4,7 @@ The values are the engine's own, out of one snapshot a scrape: they fit together
 What vLLM counts and has no meaning here is left out rather than shown as 0.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
@@ -71,10 +72,6 @@ class _EngineCollector(Collector):
         self._labels = (model_name, _ENGINE)
         self._max_model_len = max_model_len
         self._cache_config = dict(cache_config)
-
-    def describe(self) -> Iterator[Metric]:
-        """The names alone, so that registering reads no values."""
-        return iter(())
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
@@ -171,10 +168,9 @@ class _EngineCollector(Collector):
     def _loop_steps(self, calls: Mapping[int, int]) -> Metric:
         """C of each decode call: with `_sum` and `_count` also its mean."""
         bounds = (1, 2, 4, 8)
-        buckets = tuple([calls.get(steps, 0) for steps in bounds])
-        histogram = Histogram(
-            bounds, (*buckets, sum(calls.values()) - sum(buckets)), sum(c * n for c, n in calls.items())
-        )
-        return self._histogram(
-            "jaxkv_decode_steps_per_call", "Decode steps that one device call was asked for.", histogram
-        )
+        buckets = [0] * (len(bounds) + 1)
+        for steps, count in calls.items():
+            buckets[bisect.bisect_left(bounds, steps)] += count
+        total = sum(steps * count for steps, count in calls.items())
+        text = "Decode steps that one device call was asked for."
+        return self._histogram("jaxkv_decode_steps_per_call", text, Histogram(bounds, tuple(buckets), total))
