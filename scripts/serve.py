@@ -15,6 +15,7 @@ from jaxkv.console import ConsoleProgress, set_up_logging
 from jaxkv.core.errors import ConfigError
 from jaxkv.server.app import create_app
 from jaxkv.server.metrics import cache_config_labels
+from jaxkv.server.periodic_log import log_status
 from jaxkv.server.serving import Serving
 
 jaxkv_flags.define_engine_flags()
@@ -107,6 +108,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._status = asyncio.create_task(log_status(lambda: self._engine.snapshot))
         if self.started:
             sys.stdout.write(self._ready)
             sys.stdout.flush()

@@ -1,10 +1,7 @@
 """The OpenAI-compatible HTTP application."""
 
-import asyncio
-import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +13,6 @@ import jaxkv
 from jaxkv.core.errors import RequestError
 from jaxkv.server import errors
 from jaxkv.server.metrics import metrics_registry
-from jaxkv.server.periodic_log import log_status
 from jaxkv.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -60,21 +56,7 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
       api_key: what clients must send as a bearer token; None lets everyone in.
     """
     engine = serving.engine
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        status = asyncio.create_task(log_status(lambda: engine.snapshot))
-        yield
-        status.cancel()
-
-    app = FastAPI(
-        title="jaxkv",
-        version=jaxkv.__version__,
-        docs_url=None,
-        redoc_url=None,
-        strict_content_type=False,
-        lifespan=lifespan,
-    )
+    app = FastAPI(title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False)
     errors.install(app)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)

@@ -109,12 +109,3 @@ def test_the_line_is_logged_as_long_as_something_happens(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "jaxkv"):
         asyncio.run(main())
     assert len([record for record in caplog.records if "throughput" in record.message]) == 3
-
-
-def test_the_server_logs_it(serve, until, monkeypatch, caplog):
-    monkeypatch.setattr(periodic_log, "INTERVAL_S", 0.01)
-    with caplog.at_level(logging.INFO, "jaxkv"):
-        server = serve(step_seconds=0.01)
-        server.script = lambda request: [10] * 1000
-        server.post("/v1/completions", prompt="x", max_tokens=20, ignore_eos=True)
-        until(lambda: any("running: 1 requests" in record.message for record in caplog.records))
