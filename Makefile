@@ -11,17 +11,21 @@ TESTS ?=
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: serve test test-slow gpu-build oracle bench clean
+.PHONY: serve test test-slow test-prometheus gpu-build oracle bench clean
 
 serve: $(INSTALLED)
 	$(PY) scripts/serve.py --model=demo $(ARGS)
 
 # Everything that needs neither torch nor a model hub.
 test: $(INSTALLED)
-	$(PY) -m pytest -m "not slow and not gpu_build" $(TESTS)
+	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus" $(TESTS)
 
 test-slow: $(INSTALLED)
 	$(PY) -m pytest -m slow $(TESTS)
+
+# /metrics and its dashboards under a real Prometheus (apt-get install prometheus).
+test-prometheus: $(INSTALLED)
+	$(PY) -m pytest -m prometheus tests/server/test_prometheus.py
 
 # The GPU kernels and step functions, compiled for GPUs on any machine: tests of their machine code. A virtual environment of
 # its own, since JAX looks for a GPU at every start once the CUDA plugin is installed.
@@ -34,7 +38,7 @@ gpu-build-tests: $(INSTALLED)
 # Comparisons with transformers' torch models. Installs torch (see pyproject.toml).
 oracle: $(INSTALLED)
 	$(PY) -m pip install --quiet -e '.[oracle]'
-	$(PY) -m pytest -m "not slow and not gpu_build" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
 
 # The benchmarks at the settings that have targets, on an idle machine: some 25 minutes. With -k one goes on after a
 # target that was missed. One alone, with its flags: make bench-throughput ARGS='--quick --batch_sizes=1'

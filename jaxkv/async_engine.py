@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxkv.core.errors import RequestError
+from jaxkv.core.metrics import EngineSnapshot
 from jaxkv.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from jaxkv.tokenization.output_text import OutputText
 from jaxkv.tokenization.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ class SyncEngine(Protocol):
     def finish(self, request_id: str) -> object: ...
     def step(self) -> list[RequestOutput]: ...
     def has_work(self) -> bool: ...
+    def snapshot(self) -> EngineSnapshot: ...
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +118,14 @@ class AsyncEngine:
     Attributes:
       failed: why the engine can serve nothing any more, or None.
       on_failure: called once, in the engine's thread, when it fails.
+      snapshot: the engine's counters as of its last step; replaced as a whole after each, before anyone hears of the
+        step's tokens. So any thread may read it at any moment, an engine that hangs or has failed included.
     """
 
     def __init__(self, engine: SyncEngine, tokenizer: Tokenizer):
         self.failed: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self.snapshot = engine.snapshot()
         self._engine = engine
         self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -173,6 +179,15 @@ class AsyncEngine:
             raise
         return stream
 
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """See `Scheduler.reset_prefix_cache`. Raises EngineFailedError when the engine has failed or been shut down."""
+        done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        with self._inbox_lock:
+            if self.failed is not None:
+                raise EngineFailedError(self.failed)
+            self._inbox.put(lambda: self._reset_prefix_cache(preempt_running, done))
+        return await asyncio.wrap_future(done)
+
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
@@ -222,6 +237,20 @@ class AsyncEngine:
         else:
             accepted.set_result(None)
 
+    def _reset_prefix_cache(self, preempt_running: bool, done: concurrent.futures.Future) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        if self.failed is not None:
+            done.set_exception(EngineFailedError(self.failed))
+            return
+        try:
+            is_empty = self._engine.reset_prefix_cache(preempt_running)
+            self.snapshot = self._engine.snapshot()
+        except Exception as error:
+            done.set_exception(EngineFailedError(f"{type(error).__name__}: {error}"))
+            raise
+        done.set_result(is_empty)
+
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             if self._running.pop(request_id, None) is not None:
@@ -232,6 +261,7 @@ class AsyncEngine:
             running = self._running.get(output.request_id)
             if running is not None:  # else it was aborted, or its text has reached a stop string
                 self._deliver_one(running, output)
+        self.snapshot = self._engine.snapshot()
         self._post()
 
     def _deliver_one(self, running: _Running, output: RequestOutput) -> None:

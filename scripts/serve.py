@@ -14,6 +14,8 @@ from jaxkv.async_engine import AsyncEngine
 from jaxkv.console import ConsoleProgress, set_up_logging
 from jaxkv.core.errors import ConfigError
 from jaxkv.server.app import create_app
+from jaxkv.server.metrics import cache_config_labels
+from jaxkv.server.periodic_log import log_status
 from jaxkv.server.serving import Serving
 
 jaxkv_flags.define_engine_flags()
@@ -62,6 +64,7 @@ def main(rest: list[str]) -> int:
         vocab_size=started.model_config.vocab_size,
         max_model_len=started.config.max_model_len,
         max_logprobs=started.config.max_logprobs,
+        cache_config=cache_config_labels(started.config),
     )
     server = _Server(
         uvicorn.Config(
@@ -105,6 +108,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._status = asyncio.create_task(log_status(lambda: self._engine.snapshot))
         if self.started:
             sys.stdout.write(self._ready)
             sys.stdout.flush()

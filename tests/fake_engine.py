@@ -6,6 +6,7 @@ import time
 
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
+from jaxkv.core.metrics import EngineStats
 from jaxkv.core.request import FinishReason, RequestOutput, TokenLogprobs
 
 
@@ -56,6 +57,13 @@ class FakeEngine:
 
     def has_work(self):
         return bool(self._live or self._news)
+
+    def snapshot(self):
+        return EngineStats().snapshot(num_running=len(self._live))
+
+    def reset_prefix_cache(self, preempt_running=False):
+        self._check_thread()
+        return not self._live
 
     def step(self):
         self._check_thread()

@@ -15,7 +15,7 @@ from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import Clock, MonotonicClock
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import EngineStats
+from jaxkv.core.metrics import EngineSnapshot, EngineStats
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,10 @@ class Engine:
         """End a request whose text reached a stop string, with STOP; otherwise like `abort`."""
         return self.abort(request_id, FinishReason.STOP)
 
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """See `Scheduler.reset_prefix_cache`."""
+        return self.scheduler.reset_prefix_cache(preempt_running)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         return self.scheduler.has_requests or bool(self._handles) or bool(self._news)
@@ -138,6 +142,18 @@ class Engine:
         """Share of the pool's blocks that requests own (0 to 1); cached blocks count as free."""
         blocks = self.scheduler.blocks
         return 1 - blocks.num_free / blocks.num_usable
+
+    def snapshot(self) -> EngineSnapshot:
+        """All that is counted, as of now, for other threads."""
+        blocks = self.scheduler.blocks
+        return self.stats.snapshot(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks=blocks.num_usable,
+            num_owned_blocks=blocks.num_usable - blocks.num_free,
+            num_cached_blocks=blocks.num_cached,
+            num_evictions=blocks.num_evictions,
+        )
 
     def _check_alive(self) -> None:
         if self.failed is not None:

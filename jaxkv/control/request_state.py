@@ -21,6 +21,15 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclasses.dataclass(slots=True)
+class SequenceGroup:
+    """The n sequences of one request. `most_generated`: tokens, of any that has ended."""
+
+    num_sequences: int = 1
+    num_ended: int = 0
+    most_generated: int = 0
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class RequestState:
     """There is no prefill or decode phase, only KV that follows tokens:
@@ -48,6 +57,7 @@ class RequestState:
       num_inherited_tokens: of a fork: output tokens that its parent had generated; they are not delivered again.
       has_waited_for_copy: it has been set aside for a plan, to copy the head of a block that was just being written.
       prefilled_in: id of the plan with the chunk of the last known token.
+      group: the sequences that were asked for together.
     """
 
     request: Request
@@ -79,6 +89,7 @@ class RequestState:
     num_inherited_tokens: int = 0
     has_waited_for_copy: bool = False
     prefilled_in: int = -1
+    group: SequenceGroup = dataclasses.field(default_factory=SequenceGroup)
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -173,7 +184,12 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def metrics(self, finish_reason: FinishReason, now: float) -> RequestMetrics:
+    def end(self, finish_reason: FinishReason, now: float) -> RequestMetrics:
+        """It is finished from here on; returns what its life took."""
+        self.status = Status.FINISHED
+        group, num_generated = self.group, self.num_generated_tokens - self.num_inherited_tokens
+        group.num_ended += 1
+        group.most_generated = max(group.most_generated, num_generated)
         return RequestMetrics(
             request_id=self.request_id,
             arrival=self.arrival,
@@ -181,11 +197,14 @@ class RequestState:
             finish_reason=finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens - self.num_inherited_tokens,
+            num_generated_tokens=num_generated,
             num_preemptions=self.num_preemptions,
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
             last_token=self.last_token,
+            max_tokens=self.max_total_tokens - self.num_prompt_tokens - self.num_inherited_tokens,
+            num_sequences=group.num_sequences if group.num_ended == group.num_sequences else None,
+            most_generated_tokens=group.most_generated,
         )
 
 

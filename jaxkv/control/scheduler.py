@@ -98,8 +98,11 @@ class Scheduler:
         self._check_ids([first.request_id, *[other.request_id for other in others]])
         parent = new_request_state(first, self.limits, self.config, self._num_arrivals, now)
         self._enqueue(parent)
+        parent.group.num_sequences += len(others)
         for other in others:
-            self._enqueue(new_request_state(other, self.limits, self.config, self._num_arrivals, now, parent))
+            state = new_request_state(other, self.limits, self.config, self._num_arrivals, now, parent)
+            state.group = parent.group
+            self._enqueue(state)
 
     def fork(self, parent_id: str, request_id: str, sampling: SamplingParams, now: float = 0.0) -> tuple[int, ...]:
         """Queue a request that goes on from a live one's known tokens; see `Engine.fork`."""
@@ -157,8 +160,7 @@ class Scheduler:
         self.running, self.waiting = [], WaitingQueue()
         self._in_flight.clear()
         for state in states:
-            state.status = Status.FINISHED
-            self.stats.record_finished(state.metrics(reason, now))
+            self.stats.record_finished(state.end(reason, now))
         return [state.output(finish_reason=reason) for state in states]
 
     def preempt(self, request_id: str) -> None:
@@ -166,6 +168,18 @@ class Scheduler:
         state = self._live[request_id]
         if state.status is Status.RUNNING:
             self._preempt(state)
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget the cached blocks that nobody uses: later prompts find nothing of them, and count as first seen.
+
+        Pinned blocks stay, and so do those that running requests use; with `preempt_running` these lose them too, and
+        compute everything again. Returns whether nothing but pinned blocks is left.
+        """
+        if preempt_running:
+            for state in self.running.copy():
+                self._preempt(state)
+        self.blocks.drop_cached()
+        return not self.running
 
     @property
     def live_ids(self) -> tuple[str, ...]:
@@ -456,6 +470,8 @@ class Scheduler:
             decoded = result.rows[len(result.rows) - len(plan.decode) :]
             self.stats.cascade_rows += sum([len(row.token_ids) for row in decoded[:in_groups]])
         self.stats.generated_tokens += num_generated
+        self.stats.compiles += result.num_compiled
+        self.stats.step_tokens.add(sum([len(chunk.token_ids) for chunk in plan.prefill]) + num_generated)
         self.stats.itl.extend(gaps)
         return outputs
 
@@ -479,9 +495,8 @@ class Scheduler:
             self._release(state)
         else:
             self.waiting.remove(state)
-        state.status = Status.FINISHED
         del self._live[state.request_id]
-        self.stats.record_finished(state.metrics(reason, now))
+        self.stats.record_finished(state.end(reason, now))
 
     def check(self) -> None:
         """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""

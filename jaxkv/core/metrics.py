@@ -4,9 +4,23 @@ import collections
 import dataclasses
 import enum
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxkv.core.request import FinishReason
+
+# Bounds of vLLM's histograms, so that its dashboards read ours. Seconds:
+TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+               640, 2560)  # fmt: skip
+ITL_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+# Tokens; of these vLLM has those up to max_model_len.
+LENGTH_BOUNDS = tuple(digit * 10**power for power in range(8) for digit in (1, 2, 5))
+STEP_TOKENS_BOUNDS = (1, *(2**power for power in range(3, 15)))
+# Counts:
+SEQUENCES_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -22,27 +36,63 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-class Samples:
-    """Count and sum of all observations, and the latest ones for percentiles.
+class Histogram(NamedTuple):
+    """How observations are distributed.
 
     Attributes:
+      bounds: ascending. buckets: how many were at most each bound and above the one before; last, above all bounds.
+    """
+
+    bounds: tuple[float, ...]
+    buckets: tuple[int, ...]
+    total: float
+
+
+class Samples:
+    """Count, sum and distribution of all observations, and the latest ones for percentiles.
+
+    Attributes:
+      bounds, buckets, total: as in Histogram.
       latest: the last `window` observations (None: all of them), oldest first.
     """
 
-    def __init__(self, window: int | None = 4096):
-        self.count = 0
+    def __init__(self, window: int | None = 4096, bounds: Sequence[float] = ()):
+        self.bounds = tuple(bounds)
+        self.buckets = [0] * (len(self.bounds) + 1)
         self.total = 0.0
         self.latest: collections.deque[float] = collections.deque(maxlen=window)
+        self._histogram: Histogram | None = None
+
+    def histogram(self) -> Histogram:
+        """The distribution as of now. Kept until the next observation: most change once a request, not once a step."""
+        if self._histogram is None:
+            self._histogram = Histogram(self.bounds, tuple(self.buckets), self.total)
+        return self._histogram
 
     def add(self, value: float) -> None:
-        self.count += 1
+        self.buckets[bisect_left(self.bounds, value)] += 1
         self.total += value
         self.latest.append(value)
+        self._histogram = None
 
     def extend(self, values: Sequence[float]) -> None:
-        self.count += len(values)
+        """Cheap where most are alike, as the rows of a step are: sorting is then one pass, and a bound costs 0.1 us."""
+        if not values:
+            return
+        ordered, start = sorted(values), 0
+        last = bisect_left(self.bounds, ordered[-1])
+        for place in range(bisect_left(self.bounds, ordered[0]), last):
+            end = bisect_right(ordered, self.bounds[place])
+            self.buckets[place] += end - start
+            start = end
+        self.buckets[last] += len(ordered) - start
         self.total += sum(values)
         self.latest.extend(values)
+        self._histogram = None
+
+    @property
+    def count(self) -> int:
+        return sum(self.buckets)
 
     @property
     def mean(self) -> float:
@@ -62,6 +112,9 @@ class RequestMetrics:
       num_cached_tokens: prompt tokens found in the prefix cache, or shared with a fork's parent, when it was first
         admitted.
       num_generated_tokens: tokens delivered, the stop id included; of a fork, only its own.
+      max_tokens: most that it could have generated.
+      num_sequences: n of the request that it is a sequence of, told by the one that ends last; None by the others.
+      most_generated_tokens: of any of these sequences; means something with num_sequences only.
     """
 
     request_id: str
@@ -75,6 +128,9 @@ class RequestMetrics:
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    max_tokens: int = 0
+    num_sequences: int | None = None
+    most_generated_tokens: int = 0
 
     @property
     def e2e(self) -> float:
@@ -97,6 +153,11 @@ class RequestMetrics:
     def decode_time(self) -> float | None:
         """From the first to the last token."""
         return None if self.first_token is None else self.last_token - self.first_token
+
+    @property
+    def inference_time(self) -> float | None:
+        """From the first plan to the last token."""
+        return None if self.first_token is None else self.last_token - self.first_scheduled
 
     @property
     def tpot(self) -> float | None:
@@ -147,8 +208,50 @@ class PrefixCacheStats:
         return self.hit / self.queried if self.queried else 0.0
 
 
+class EngineSnapshot(NamedTuple):
+    """Totals of `EngineStats` and the state of queue and pool at one moment, all of the same; nothing in it changes.
+
+    Attributes:
+      num_blocks: usable ones. num_owned_blocks: in use by requests or pins; num_cached_blocks: findable, and evicted
+        when others run out.
+      histograms: by the name of the attribute of `EngineStats`.
+    """
+
+    num_finished: dict[FinishReason, int]
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    preemptions: int
+    cascade_rows: int
+    steps: int
+    compiles: int
+    loop_steps: dict[int, int]
+    queried: int
+    hit_full_block: int
+    hit_partial_block: int
+    missed: dict[MissReason, int]
+    histograms: dict[str, Histogram]
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_owned_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_evictions: int = 0
+
+    @property
+    def hit(self) -> int:
+        return self.hit_full_block + self.hit_partial_block
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks that requests or pins own, 0 to 1."""
+        return self.num_owned_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
 class EngineStats:
-    """Running totals since the start; the scheduler and the engine write them, anyone on their thread may read.
+    """Running totals since the start; the scheduler and the engine write them, anyone on their thread may read. Other
+    threads get a `snapshot`.
 
     Attributes:
       num_requests: accepted so far; num_finished: ended so far, by reason.
@@ -159,7 +262,9 @@ class EngineStats:
       preemptions: times a running request gave its blocks back.
       cascade_rows: rows times steps whose attention to a shared prefix was computed once for their group.
       steps: plans made. decode_calls: plans that decode. loop_steps: how many decode calls had each C.
+      compiles: executables that steps waited for, after the warm-up.
       itl: time between two deliveries to one request (one call may deliver several tokens; TPOT is the mean a token).
+      step_tokens: prompt tokens computed and tokens generated by each plan.
       prefix_cache: what the prefix cache gave, and why not more; when it is off, of forks only.
       requests: the latest finished requests.
     """
@@ -176,12 +281,27 @@ class EngineStats:
         self.cascade_rows = 0
         self.steps = 0
         self.decode_calls = 0
+        self.compiles = 0
         self.loop_steps: collections.Counter[int] = collections.Counter()
         self.prefix_cache = PrefixCacheStats()
-        self.ttft = Samples(window)
-        self.itl = Samples(window)
-        self.e2e = Samples(window)
-        self.queue_time = Samples(window)
+        self.ttft = Samples(window, TTFT_BOUNDS)
+        self.itl = Samples(window, ITL_BOUNDS)
+        self.e2e = Samples(window, LATENCY_BOUNDS)
+        self.queue_time = Samples(window, LATENCY_BOUNDS)
+        self.step_tokens = Samples(0, STEP_TOKENS_BOUNDS)
+        # Of finished requests, which are kept themselves:
+        self.tpot = Samples(0, ITL_BOUNDS)
+        self.inference_time = Samples(0, LATENCY_BOUNDS)
+        self.prefill_time = Samples(0, LATENCY_BOUNDS)
+        self.decode_time = Samples(0, LATENCY_BOUNDS)
+        self.prompt_length = Samples(0, LENGTH_BOUNDS)
+        self.computed_prompt_length = Samples(0, LENGTH_BOUNDS)
+        self.generated_length = Samples(0, LENGTH_BOUNDS)
+        self.longest_generated_length = Samples(0, LENGTH_BOUNDS)
+        self.max_tokens = Samples(0, LENGTH_BOUNDS)
+        self.num_sequences = Samples(0, SEQUENCES_BOUNDS)
+        self.num_preemptions = Samples(0, PREEMPTIONS_BOUNDS)
+        self._samples = {name: value for name, value in vars(self).items() if isinstance(value, Samples)}
         self.requests: collections.deque[RequestMetrics] = collections.deque(maxlen=window)
 
     @property
@@ -191,5 +311,41 @@ class EngineStats:
 
     def record_finished(self, metrics: RequestMetrics) -> None:
         self.num_finished[metrics.finish_reason] += 1
-        self.e2e.add(metrics.e2e)
         self.requests.append(metrics)
+        self.e2e.add(metrics.e2e)
+        self.prompt_length.add(metrics.num_prompt_tokens)
+        self.generated_length.add(metrics.num_generated_tokens)
+        self.max_tokens.add(metrics.max_tokens)
+        self.num_preemptions.add(metrics.num_preemptions)
+        if metrics.num_sequences is not None:
+            self.num_sequences.add(metrics.num_sequences)
+            self.longest_generated_length.add(metrics.most_generated_tokens)
+        if metrics.first_token is not None:
+            self.prefill_time.add(metrics.prefill_time)
+            self.decode_time.add(metrics.decode_time)
+            self.inference_time.add(metrics.inference_time)
+            self.computed_prompt_length.add(metrics.num_prompt_tokens - metrics.num_cached_tokens)
+        if metrics.tpot is not None:
+            self.tpot.add(metrics.tpot)
+
+    def snapshot(self, **state: int) -> EngineSnapshot:
+        """`state`: fields of EngineSnapshot that only the engine knows. Takes some 10 us, once a step."""
+        cache = self.prefix_cache
+        return EngineSnapshot(
+            num_finished=dict(self.num_finished),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            cascade_rows=self.cascade_rows,
+            steps=self.steps,
+            compiles=self.compiles,
+            loop_steps=dict(self.loop_steps),
+            queried=cache.queried,
+            hit_full_block=cache.hit_full_block,
+            hit_partial_block=cache.hit_partial_block,
+            missed=cache.missed.copy(),
+            histograms={name: samples.histogram() for name, samples in self._samples.items()},
+            **state,
+        )

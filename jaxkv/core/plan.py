@@ -169,8 +169,9 @@ class StepTiming:
 @dataclasses.dataclass(frozen=True)
 class StepResult:
     """`rows` has one entry for each prefill chunk that is last or has targets and for each decode row of the plan, in
-    the plan's order."""
+    the plan's order. `num_compiled`: executables that had to be compiled for it, none after a complete warm-up."""
 
     step_id: int
     rows: tuple[RowResult, ...]
     timing: StepTiming
+    num_compiled: int = 0

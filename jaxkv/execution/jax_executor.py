@@ -23,6 +23,7 @@ class JaxStepHandle:
     parts: list[tuple[StepOutput, list[Owner | None]]]
     clock: Clock
     submitted: float
+    num_compiled: int = 0
 
     def result(self) -> StepResult:
         # A chunk that ends nothing has nothing to read, but must have run: or all chunks of a long prompt would be
@@ -31,7 +32,7 @@ class JaxStepHandle:
         rows = []
         for output, owners in self.parts:
             rows += read_rows(output, owners)
-        return StepResult(self.step_id, tuple(rows), StepTiming(self.submitted, self.clock.now()))
+        return StepResult(self.step_id, tuple(rows), StepTiming(self.submitted, self.clock.now()), self.num_compiled)
 
 
 class JaxExecutor:
@@ -55,9 +56,10 @@ class JaxExecutor:
     def submit(self, plan: StepPlan) -> JaxStepHandle:
         compiled = compile_watch.compiled_here()
         handle = self._submit(plan)
-        if self._fail_on_recompile and compile_watch.compiled_here() != compiled:
+        handle.num_compiled = compile_watch.compiled_here() - compiled
+        if self._fail_on_recompile and handle.num_compiled:
             raise RuntimeError(
-                f"step {plan.step_id} compiled {compile_watch.compiled_here() - compiled} executables after the warm-up "
+                f"step {plan.step_id} compiled {handle.num_compiled} executables after the warm-up "
                 f"(fail_on_recompile is set); its shape: {plan.shape()}"
             )
         return handle

@@ -6,11 +6,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jaxkv
 from jaxkv.core.errors import RequestError
 from jaxkv.server import errors
+from jaxkv.server.metrics import metrics_registry
 from jaxkv.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -24,9 +26,9 @@ from jaxkv.server.streaming import EventStream, gathered
 
 
 class _ApiKey:
-    """Asks for `Authorization: Bearer KEY` wherever something can be computed; health and version stay open."""
+    """Asks for `Authorization: Bearer KEY` for all that computes or changes something; what monitors read is open."""
 
-    _OPEN = ("/health", "/ping", "/version")
+    _OPEN = ("/health", "/ping", "/version", "/metrics", "/load")
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
@@ -53,17 +55,44 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
     Args:
       api_key: what clients must send as a bearer token; None lets everyone in.
     """
+    engine = serving.engine
     app = FastAPI(title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False)
     errors.install(app)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/ping", include_in_schema=False)
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        if serving.engine.failed is not None:
-            return errors.error_response(f"The engine cannot serve requests: {serving.engine.failed}", 503)
+        if engine.failed is not None:
+            return errors.error_response(f"The engine cannot serve requests: {engine.failed}", 503)
         return Response(status_code=200)
+
+    registry = metrics_registry(
+        lambda: engine.snapshot, serving.model_names[0], serving.max_model_len, serving.cache_config
+    )
+
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics")
+    def metrics() -> Response:
+        # In a thread, as it takes some 6 ms. Never as OpenMetrics, which a Prometheus prefers: prometheus-client 0.26
+        # writes the colon of vLLM's names as an underscore there.
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": engine.num_running}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, bool]:
+        # There is no external cache; leaving it as it is is all that can be done to it.
+        return {"success": await engine.reset_prefix_cache(preempt_running=reset_running_requests)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return errors.json_response(serving.tokenizer_info())
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxkv.async_engine import AsyncEngine, RequestStream
 from jaxkv.control.validation import checked_sampling
@@ -36,6 +37,7 @@ class Serving:
     Attributes:
       model_names: ids that requests may name; the first is the one in responses.
       vocab_size: ids the model takes. max_model_len: most tokens of prompt and output together.
+      cache_config: settings of the KV cache, for /metrics.
       created: Unix time in seconds for the model card.
     """
 
@@ -45,6 +47,7 @@ class Serving:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    cache_config: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -68,6 +71,18 @@ class Serving:
             return Prompt(text, tuple(self.tokenizer.encode(text, add_special_tokens)))
         ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
         return Prompt(text, tuple(ids))
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Under the names of tokenizer_config.json; nothing of where the files lie."""
+        tokenizer = self.tokenizer
+        special = {
+            name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        return special | {
+            "add_bos_token": tokenizer.adds_bos,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": self.max_model_len,
+        }
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
+from jaxkv.control.eviction_choice import EVICTION_POLICIES, make_eviction_policy
 from jaxkv.control.prefix_index import hash_blocks, root_hash
 
 ROOT = root_hash(b"model", None)
@@ -156,3 +157,28 @@ def test_check_finds_corruption(damage, message):
     damage(manager)
     with pytest.raises(AssertionError, match=message):
         manager.check([owned])
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_dropping_the_cache_leaves_owned_blocks_alone(policy):
+    manager = BlockManager(10, 4, make_eviction_policy(policy, 9))
+    gone, kept = manager.allocate(4), manager.allocate(3)
+    for blocks, first_token in ((gone, 0), (kept, 100)):
+        parent = ROOT
+        for block, block_hash in zip(blocks, hashes(len(blocks), first_token), strict=True):
+            assert manager.register(block, block_hash, parent)
+            parent = block_hash
+    manager.free(gone)
+    (evicted,) = [manager.allocate(3)[-1]]  # two free blocks, and one that was cached
+    assert manager.num_evictions == 1
+    ghost = next(h for h in hashes(4) if manager.was_evicted(h))
+    manager.drop_cached()
+    assert (manager.num_cached, manager.num_free) == (0, 3) and not manager.was_evicted(ghost)
+    assert manager.match(hashes(4)).blocks == () and manager.match(hashes(3, 100)).blocks == tuple(kept)
+    assert manager.num_evictions == 1 and evicted in gone
+    manager.check()
+    manager.free(kept)  # they are cached again, as nobody dropped them
+    assert manager.num_cached == 3
+    manager.drop_cached()
+    manager.check()
+    assert manager.num_free == 6 and sorted(manager.allocate(6)) == sorted({*gone, *kept} - {evicted})

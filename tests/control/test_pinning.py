@@ -90,3 +90,14 @@ def test_the_largest_request_fits_beside_all_pins():
 def test_impossible_bounds_are_refused(blocks):
     with pytest.raises(ConfigError, match="max_pinned_blocks"):
         make(max_pinned_blocks=blocks)
+
+
+def test_pins_survive_a_reset_and_nothing_else_does():
+    scheduler = make()
+    scheduler.prefixes.pins.pin_salt("keep")
+    serve(scheduler, range(18), "keep")
+    serve(scheduler, range(18), "drop")
+    assert scheduler.reset_prefix_cache() is True
+    scheduler.check()
+    assert scheduler.blocks.num_cached == 0 and scheduler.prefixes.pins.num_blocks == 4
+    assert serve(scheduler, range(18), "keep") == 16 and serve(scheduler, range(18), "drop") == 0

@@ -194,3 +194,22 @@ def test_hits_are_the_longest_common_head_with_anything_before(prompts):
     assert stats.hit + stats.num_missed == stats.queried
     assert stats.hit_rate == pytest.approx(stats.hit / stats.queried)
     assert stats.missed[MissReason.NEEDS_LOGITS] == 0
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+def test_a_reset_makes_prompts_first_seen(preempt):
+    scheduler = make()
+    serve(scheduler, range(12))
+    serve(scheduler, range(100, 112), request_id="b", ends=False)
+    missed(scheduler)
+    assert scheduler.reset_prefix_cache(preempt_running=preempt) is preempt
+    scheduler.check()
+    assert serve(scheduler, range(13), request_id="c")[1] == 0
+    # The running request's own blocks stay findable, unless it gave them back.
+    assert serve(scheduler, range(100, 113), request_id="d")[1] == 12
+    hits, reasons = missed(scheduler)
+    again = {"recomputed": 13} if preempt else {}  # the prompt and the token that it had generated
+    assert hits == (12, 0) and reasons == {"first_seen": 12, "shorter_than_block": 2} | again
+    assert scheduler.reset_prefix_cache() is False  # b still runs
+    scheduler.finish("b", FinishReason.STOP)
+    assert scheduler.reset_prefix_cache() is True and scheduler.blocks.num_free == 100

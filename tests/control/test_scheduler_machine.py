@@ -60,6 +60,10 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, data):
         self.driver.preempt(data.draw(st.sampled_from(self.driver.scheduler.running)).request_id)
 
+    @rule(preempt_running=st.booleans())
+    def reset_prefix_cache(self, preempt_running):
+        self.driver.reset_prefix_cache(preempt_running)
+
     @rule(salt=st.sampled_from([None, "a"]))
     def turn_pin(self, salt):
         self.driver.turn_pin(salt)

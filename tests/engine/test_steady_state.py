@@ -67,17 +67,21 @@ def test_a_mixed_load_compiles_and_traces_nothing():
     assert all(tokens_of(news[request.request_id]) for request in batch)
     assert len(news["3"][0].prompt_logprobs) == len(batch[3].prompt_token_ids)
     assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0 and len(engine.stats.loop_steps) > 2
-    assert (count.compilations, count.traces) == (0, 0)
+    assert (count.compilations, count.traces, engine.stats.compiles) == (0, 0, 0)
 
 
-def test_fail_on_recompile_ends_the_engine_at_the_first_compilation():
-    """A shape that nobody compiled, as a bug would bring: the engine runs with an un-jitted step function."""
+def lazy_programs():
+    """With a decode step that nobody compiled, as a bug would bring: an un-jitted function in its place."""
     ready = compiled_programs(tiny_llama())
     lazy = copy.copy(ready)
     lazy.decode = {bucket: jax.jit(function) for bucket, function in make_programs(tiny_llama()).decode.items()}
     lazy.shapes = dataclasses.replace(ready.shapes, decode_buckets=tuple(lazy.decode))
+    return lazy
+
+
+def test_fail_on_recompile_ends_the_engine_at_the_first_compilation():
     news = {}
-    for name, programs in (("warm", ready), ("lazy", lazy)):
+    for name, programs in (("warm", compiled_programs(tiny_llama())), ("lazy", lazy_programs())):
         clock = MonotonicClock()
         executor = JaxExecutor(programs, weights(tiny_llama()), clock, fail_on_recompile=True)
         engine = Engine(executor, clock=clock)
@@ -88,6 +92,16 @@ def test_fail_on_recompile_ends_the_engine_at_the_first_compilation():
     assert len(tokens_of(news["warm"])) == 4 and news["warm"][-1].finish_reason is FinishReason.LENGTH
     assert news["lazy"][-1].finish_reason is FinishReason.ERROR
     assert "compiled" in news["lazy"][-1].error and "fail_on_recompile" in news["lazy"][-1].error
+
+
+def test_compilations_after_the_warm_up_are_counted():
+    clock = MonotonicClock()
+    engine = Engine(JaxExecutor(lazy_programs(), weights(tiny_llama()), clock), clock=clock)
+    for name in "ab":
+        engine.add(Request(name, random_tokens(20, seed=0), SamplingParams(temperature=0.0, max_tokens=4)))
+        while engine.has_work():
+            engine.step()
+        assert engine.failed is None and engine.snapshot().compiles == 1  # the second finds it compiled
 
 
 def test_the_warm_up_tells_what_came_from_the_compilation_cache(tmp_path):

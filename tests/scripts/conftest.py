@@ -23,6 +23,9 @@ def start_engine(config, *, progress):
         from jaxkv.core.errors import CheckpointError
         raise CheckpointError("--model=missing: no such file")
     progress.update("load", 1, 1)
+    if config.model == "logged":
+        from jaxkv.server import periodic_log
+        periodic_log.INTERVAL_S = 0.05
     def script(request):
         if tokenizer.decode(request.prompt_token_ids) == "break": 1 / 0
         if tokenizer.decode(request.prompt_token_ids) == "slowly":

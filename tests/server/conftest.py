@@ -26,15 +26,15 @@ class Running:
     """The server under test.
 
     Attributes:
-      engine: the FakeEngine. text: what each request's output is, unless `script` is replaced.
+      engine: the FakeEngine, unless another is given. text: what each request's output is, unless `script` is replaced.
     """
 
-    def __init__(self, tokenizer, api_key=None, text="Hello 👋 wörld!", **engine_options):
+    def __init__(self, tokenizer, api_key=None, text="Hello 👋 wörld!", engine=None, **engine_options):
         self.tokenizer = tokenizer
         self.script = lambda request: (
             [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500
         )
-        self.engine = FAKE["FakeEngine"](
+        self.engine = engine or FAKE["FakeEngine"](
             lambda request: self.script(request), eos=(tokenizer.eos_token_id,), **engine_options
         )
         self.async_engine = AsyncEngine(self.engine, tokenizer)
@@ -60,7 +60,8 @@ class Running:
     def __exit__(self, *_):
         self.http.close()
         self._server.should_exit = True
-        self.engine.gate.set()
+        if hasattr(self.engine, "gate"):
+            self.engine.gate.set()
         self._thread.join(20)
         assert not self._thread.is_alive()
         self.async_engine.shutdown()

@@ -120,6 +120,12 @@ class Driver:
         self.scheduler.preempt(request_id)
         self.scheduler.check()
 
+    def reset_prefix_cache(self, preempt_running):
+        """The executor asserts at every later attention that nothing is found whose K/V is gone."""
+        self.scheduler.reset_prefix_cache(preempt_running)
+        assert self.scheduler.blocks.num_cached == 0
+        self.scheduler.check()
+
     def turn_pin(self, salt):
         """Pin a salt, or unpin it."""
         pins = self.scheduler.prefixes.pins
