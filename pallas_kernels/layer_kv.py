@@ -61,7 +61,7 @@ def empty_layer_kv(
     def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
         return jnp.zeros(shape, jnp.uint16 if as_bits and jnp.dtype(dtype).itemsize == 2 else dtype)
 
-    bits_of = kv_format if as_bits else None
+    bits_of = kv_format if as_bits and kv_format != "float32" else None
     if not stored.is_quantized:
         return LayerKV(zeros(shape, stored.dtype), zeros(shape, stored.dtype), bits_of=bits_of)
     scales = [zeros(shape[:3], stored.scale_dtype) for _ in range(2)]

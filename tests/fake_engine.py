@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+from jaxkv.control.validation import check_request, checked_sampling
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
@@ -17,7 +18,10 @@ class FakeEngine:
       added, aborted, finished: what the frontend asked for, in order (requests, ids, ids).
       step_seconds: how long a step takes. gate: steps wait while it is cleared.
       break_with: raised by the next step.
+      limits: vocab_size, max_model_len and max_logprobs, by which requests are checked as the engine does; None: they are not.
     """
+
+    limits = None
 
     def __init__(self, script, *, eos=(), tokens_per_step=1, step_seconds=0.0):
         self.script, self.eos, self.tokens_per_step, self.step_seconds = script, eos, tokens_per_step, step_seconds
@@ -37,6 +41,10 @@ class FakeEngine:
         self._check_thread()
         if request.request_id in self._live:
             raise RequestError("request id in use")
+        if self.limits is not None:
+            check_request(request)
+            sampling = checked_sampling(request.sampling, request.prompt_token_ids, **self.limits, clip=True)
+            request = dataclasses.replace(request, sampling=sampling)
         if request.cache_salt == "refuse":
             raise RequestError("refused by the engine: salt", param="cache_salt")
         for sequence in request.sequences():
@@ -132,4 +140,7 @@ class FakeStarted:
 
 def fake_started(engine, tokenizer, max_model_len=256):
     config = EngineConfig(model="fake", max_model_len=max_model_len)
+    engine.limits = {
+        "vocab_size": tokenizer.vocab_size, "max_model_len": max_model_len, "max_logprobs": config.max_logprobs
+    }  # fmt: skip
     return FakeStarted(engine, tokenizer, FakeModelConfig(tokenizer.vocab_size), config)

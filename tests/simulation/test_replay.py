@@ -91,7 +91,7 @@ def test_overload_preempts_and_still_finishes_all():
 def test_impossible_requests_are_refused_and_reported():
     report = replay([request("a", range(2000), 5, 0.0), request("b", range(5), 5, 0.0)], LIMITS, SECONDS)
     ((refused, reason),) = report.refused
-    assert refused == "a" and "max_model_len is 1024" in reason
+    assert refused == "a" and "maximum context length is 1024" in reason
     assert [metrics.request_id for metrics in report.requests] == ["b"]
 
 
