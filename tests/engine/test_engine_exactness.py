@@ -41,7 +41,7 @@ def dense_logits(config: ModelConfig, token_ids: tuple[int, ...]) -> np.ndarray:
 @functools.lru_cache(maxsize=4096)
 def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
     """The noise that a seeded request's token at `position` is drawn with: the engine's stated rule."""
-    key = jax.random.fold_in(jax.random.key(np.uint32(seed)), position)
+    key = jax.random.fold_in(jax.random.key(np.uint32(seed % 2**31)), position)  # seeds are taken modulo 2**31
     return np.asarray(jax.random.gumbel(key, (vocab_size,)))
 
 
