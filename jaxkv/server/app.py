@@ -2,6 +2,7 @@
 
 import hmac
 import time
+import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +22,7 @@ from jaxkv.server.protocol import (
     TokenizeRequest,
 )
 from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
-from jaxkv.server.serving import Serving, new_response_id
+from jaxkv.server.serving import Serving
 from jaxkv.server.streaming import EventStream, gathered
 
 
@@ -136,10 +137,10 @@ async def _generate(serving: Serving, body: GenerationRequest, http: Request, ki
     serving.check_model(body.model)
     body.check()
     prompts = await serving.prompts(body)
-    response_id = new_response_id(kind.id_prefix)
+    response_id = f"{kind.id_prefix}-{body.request_id or uuid.uuid4().hex}"
     name = body.model or serving.model_names[0]
     responses = kind(response_id, name, int(time.time()), serving.tokenizer, body, prompts)
-    stream = await serving.submit(response_id, body, prompts)
+    stream = await serving.submit(body, prompts)
     if body.stream:
         return EventStream(stream, responses)
     return await gathered(http, stream, responses)
