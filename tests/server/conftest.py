@@ -105,3 +105,9 @@ def server(byte_level):
 @pytest.fixture(scope="session")
 def until():
     return wait_until
+
+
+@pytest.fixture(scope="session")
+def running():
+    """The class itself, for servers of another scope."""
+    return Running
