@@ -50,6 +50,14 @@ class _ApiKey:
         await self._app(scope, receive, send)
 
 
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "OpenAI's object; with `stream`, server-sent events of chunks, then `data: [DONE]`",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {}}},
+    }
+}
+
+
 def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
     """The application for one running engine.
 
@@ -57,7 +65,10 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
       api_key: what clients must send as a bearer token; None lets everyone in.
     """
     engine = serving.engine
-    app = FastAPI(title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(
+        title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False,
+        responses=errors.DOCUMENTED,
+    )  # fmt: skip
     errors.install(app)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
@@ -108,11 +119,11 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
         serving.check_model(model_id)
         return errors.json_response(_card(serving, model_id))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await _generate(serving, body, http, CompletionResponses)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
         return await _generate(serving, body, http, ChatResponses)
 

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import orjson
+import pydantic
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -29,6 +30,26 @@ _UNIONS = {
     "stop": "must be a string or a list of strings",
     "content": "must be a string, a list of parts, or null",
     "tool_choice": "must be a string or an object",
+}
+
+
+class Error(pydantic.BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(pydantic.BaseModel):
+    """For /openapi.json only: what is sent comes from `error_body`."""
+
+    error: Error
+
+
+# Of every operation; without it FastAPI would describe its own answer with status 422.
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (("4XX", "A mistake of the client's"), ("5XX", "The server cannot serve it"))
 }
 
 
