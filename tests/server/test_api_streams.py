@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-
 relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 texts = st.text(alphabet=st.sampled_from("abehlo wrd\n.é你👋🇩 \u200d"), max_size=25)
 stop_strings = st.lists(st.text(alphabet="ab lo你👋", min_size=1, max_size=4), max_size=3)
@@ -132,5 +131,3 @@ def test_offsets_are_places_in_the_text(server, prompt, text, skip, as_ids):
         before = tokenizer.decode([*ids, *output][:i], skip_special_tokens=with_bos)
         if "\ufffd" not in before:
             assert offset == len(before), (i, choice["text"], offsets)
-
-

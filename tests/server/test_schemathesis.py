@@ -7,6 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
+
 @pytest.fixture(scope="module")
 def api(running, byte_level):
     with running(byte_level, tokens_per_step=8) as server:
