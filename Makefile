@@ -11,14 +11,14 @@ TESTS ?=
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: serve test test-slow test-prometheus gpu-build oracle bench clean
+.PHONY: serve test test-slow test-prometheus gpu-build oracle clients bench clean
 
 serve: $(INSTALLED)
 	$(PY) scripts/serve.py --model=demo $(ARGS)
 
 # Everything that needs neither torch nor a model hub.
 test: $(INSTALLED)
-	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus" $(TESTS)
+	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus and not clients" $(TESTS)
 
 test-slow: $(INSTALLED)
 	$(PY) -m pytest -m slow $(TESTS)
@@ -38,7 +38,12 @@ gpu-build-tests: $(INSTALLED)
 # Comparisons with transformers' torch models. Installs torch (see pyproject.toml).
 oracle: $(INSTALLED)
 	$(PY) -m pip install --quiet -e '.[oracle]'
-	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus and not clients" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+
+# Other people's programs against a server on the demo model, lm-eval's numbers beside transformers'. Installs torch.
+clients: $(INSTALLED)
+	$(PY) -m pip install --quiet -e '.[clients,oracle]'
+	$(PY) -m pytest -m clients $(TESTS)
 
 # The benchmarks at the settings that have targets, on an idle machine: some 25 minutes. With -k one goes on after a
 # target that was missed. One alone, with its flags: make bench-throughput ARGS='--quick --batch_sizes=1'

@@ -51,6 +51,7 @@ class TokenDelta:
       index: which of the sequences submitted together, all those of one request before the next one's.
       token_ids: one token, or none when only the end is told.
       text: may be empty: a part of a character, or the beginning of a possible stop string.
+      prompt_logprobs: with the first token, if asked for: one entry a prompt token, None for the first.
     """
 
     index: int
@@ -61,6 +62,7 @@ class TokenDelta:
     stop_reason: str | int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class RequestStream:
@@ -291,6 +293,7 @@ class AsyncEngine:
                     stop_reason=delta.stop_reason,
                     num_prompt_tokens=output.num_prompt_tokens,
                     num_cached_tokens=output.num_cached_tokens,
+                    prompt_logprobs=output.prompt_logprobs if i == 0 else None,
                 ),
             )
             if delta.finish_reason is not None:

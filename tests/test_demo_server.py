@@ -1,45 +1,22 @@
 """The main job, as a user does it: `scripts/serve.py` on the demo model, asked through the official openai client."""
 
 import concurrent.futures
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-ROOT = Path(__file__).parents[1]
-# Small buckets: four large executables instead of eight.
-FLAGS = ["--port=0", "--max-model-len=512", "--max-num-seqs=2", "--max-num-batched-tokens=128"]
+from tests.support.demo_server import demo_server
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
 def server():
     """(base URL, everything printed until it was ready)."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/serve.py", "--model=demo", *FLAGS]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    printed = []
-    try:
-        for line in process.stdout:
-            printed.append(line)
-            if match := re.search(r"jaxkv is ready: (http://\S+) \(model demo\)", line):
-                yield match[1], "".join(printed)
-                break
-        else:
-            pytest.fail("the server ended before it was ready:\n" + "".join(printed))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with demo_server() as running:
+        yield running
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import hmac
 import time
+import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +22,7 @@ from jaxkv.server.protocol import (
     TokenizeRequest,
 )
 from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
-from jaxkv.server.serving import Serving, new_response_id
+from jaxkv.server.serving import Serving
 from jaxkv.server.streaming import EventStream, gathered
 
 
@@ -49,6 +50,14 @@ class _ApiKey:
         await self._app(scope, receive, send)
 
 
+_GENERATED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "OpenAI's object; with `stream`, server-sent events of chunks, then `data: [DONE]`",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {}}},
+    }
+}
+
+
 def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
     """The application for one running engine.
 
@@ -56,7 +65,10 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
       api_key: what clients must send as a bearer token; None lets everyone in.
     """
     engine = serving.engine
-    app = FastAPI(title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(
+        title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False,
+        responses=errors.DOCUMENTED,
+    )  # fmt: skip
     errors.install(app)
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
@@ -107,11 +119,11 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
         serving.check_model(model_id)
         return errors.json_response(_card(serving, model_id))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=_GENERATED)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         return await _generate(serving, body, http, CompletionResponses)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
         return await _generate(serving, body, http, ChatResponses)
 
@@ -136,10 +148,10 @@ async def _generate(serving: Serving, body: GenerationRequest, http: Request, ki
     serving.check_model(body.model)
     body.check()
     prompts = await serving.prompts(body)
-    response_id = new_response_id(kind.id_prefix)
+    response_id = f"{kind.id_prefix}-{body.request_id or uuid.uuid4().hex}"
     name = body.model or serving.model_names[0]
     responses = kind(response_id, name, int(time.time()), serving.tokenizer, body, prompts)
-    stream = await serving.submit(response_id, body, prompts)
+    stream = await serving.submit(body, prompts)
     if body.stream:
         return EventStream(stream, responses)
     return await gathered(http, stream, responses)

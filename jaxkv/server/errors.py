@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import orjson
+import pydantic
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -29,6 +30,26 @@ _UNIONS = {
     "stop": "must be a string or a list of strings",
     "content": "must be a string, a list of parts, or null",
     "tool_choice": "must be a string or an object",
+}
+
+
+class Error(pydantic.BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(pydantic.BaseModel):
+    """For /openapi.json only: what is sent comes from `error_body`."""
+
+    error: Error
+
+
+# Of every operation; without it FastAPI would describe its own answer with status 422.
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (("4XX", "A mistake of the client's"), ("5XX", "The server cannot serve it"))
 }
 
 
@@ -64,10 +85,15 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"The request body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    path = [part for part in first["loc"] if part != "body"]
-    if not path:
+    path = list(first["loc"][1:])  # behind "body"
+    if not path and first["type"] != "string_unicode":
         return "The request needs a JSON object as its body, and the header content-type: application/json.", None
+    if first["type"] == "string_unicode":  # of a mistake in a field's name pydantic tells the object only
+        where = ".".join(map(str, path)) or "The request body"
+        return f"{where} holds half of a surrogate pair, in a text or a field's name, which is no valid Unicode", None
     field = str(path[0])
+    if first["type"] == "missing":
+        return f"{'.'.join(map(str, path))} is missing", field
     name = next((str(part) for part in reversed(path) if part in _UNIONS), None)
     where = ".".join(str(part) for part in path if name is None or isinstance(part, int) or part in (field, name))
     if name is not None:

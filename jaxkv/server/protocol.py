@@ -5,12 +5,15 @@ Responses are plain dicts (see responses.py): encoding a pydantic model costs 4 
 
 import abc
 import logging
-from typing import Any, ClassVar
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import SamplingParams
+from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +31,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "min_output_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "stream_interval": (1,),
     "structured_outputs": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "guided_json": (),
     "guided_regex": (),
@@ -46,14 +48,31 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Known and without effect here, so not worth a log line.
 _HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
-                       "spaces_between_special_tokens", "prompt_cache_key", "request_id", "tools"})  # fmt: skip
+                       "spaces_between_special_tokens", "prompt_cache_key", "session_id", "tools"})  # fmt: skip
 _reported: set[str] = set()
+
+
+def _refuse_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError(
+            "too_many", "{count} entries; at most {most} are allowed", {"count": len(value), "most": MAX_LOGIT_BIASES}
+        )
+    return value
+
+
+# One wrong entry is enough: pydantic reports all, at some 10 us each, on the event loop (14 s for a body of 1.5 MB).
+_FIRST_MISTAKE = Field(fail_fast=True)
+Strings = Annotated[list[str], _FIRST_MISTAKE]
+TokenIds = Annotated[list[int], _FIRST_MISTAKE]
+Objects = Annotated[list[dict[str, Any]], _FIRST_MISTAKE]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_refuse_many)]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel, abc.ABC):
@@ -73,23 +92,38 @@ class GenerationRequest(BaseModel, abc.ABC):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    request_id: str | None = None
 
     default_max_tokens: ClassVar[int | None] = None
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream's last chunk tells the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        return self.skip_special_tokens is not False
 
     @property
     def num_choices(self) -> int:
@@ -99,8 +133,23 @@ class GenerationRequest(BaseModel, abc.ABC):
     def num_logprobs(self) -> int | None:
         """Alternatives asked for with each token; None for no log-probabilities."""
 
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives asked for with each token of the prompt; None for no log-probabilities."""
+        return self.prompt_logprobs
+
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens
+
+    def names(self) -> Mapping[str, str]:
+        """What this request calls fields of SamplingParams, where it has another name for them."""
+        return {}
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """An error that names fields of SamplingParams, told with the names that the client knows."""
+        message = str(error)
+        for name, shown in self.names().items():
+            message = re.sub(rf"\b{name}\b", shown, message)
+        return RequestError(message, param=self.names().get(error.param, error.param), status=error.status)
 
     def check(self) -> None:
         """Raises RequestError for what is known and not supported; logs what is unknown, once a field."""
@@ -115,15 +164,28 @@ class GenerationRequest(BaseModel, abc.ABC):
             raise RequestError(f"n is {self.n}; it must be 1 to {MAX_SEQUENCES}", param="n")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: set stream to false", param="prompt_logprobs")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise RequestError(
+                f"prompt_logprobs is {self.prompt_logprobs}; it must be at least 0", param="prompt_logprobs"
+            )
+        if self.truncate_prompt_tokens is not None and not (
+            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
+        ):
+            raise RequestError(
+                f"truncate_prompt_tokens is {self.truncate_prompt_tokens}; it must be at least 1, "
+                "or -1 to keep as many as fit",
+                param="truncate_prompt_tokens",
+            )
         if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
             raise RequestError(f"seed is {self.seed}; it must fit 64 bits", param="seed")
         if self.priority is not None and not -MAX_SEED - 1 <= self.priority <= MAX_SEED:
             raise RequestError(f"priority is {self.priority}; it must fit 64 bits", param="priority")
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= 1024:
-            raise RequestError(
-                f"cache_salt has {len(self.cache_salt)} characters; 1 to 1024 are allowed", param="cache_salt"
-            )
-        _check_text(self.cache_salt, "cache_salt")
+        for name, text in (("cache_salt", self.cache_salt), ("request_id", self.request_id)):
+            if text is not None and not 1 <= len(text) <= 1024:
+                raise RequestError(f"{name} has {len(text)} characters; 1 to 1024 are allowed", param=name)
+            _check_text(text, name)
         for text in self._stops():
             _check_text(text, "stop")
 
@@ -155,31 +217,46 @@ class GenerationRequest(BaseModel, abc.ABC):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=given(self.min_tokens, 0),
             logprobs=self.num_logprobs(),
-            skip_special_tokens=given(self.skip_special_tokens, True),
+            prompt_logprobs=self.num_prompt_logprobs(),
+            skip_special_tokens=self.skips_special_tokens,
         )
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], _FIRST_MISTAKE]
     logprobs: int | None = None
     echo: bool | None = None
 
     default_max_tokens: ClassVar[int | None] = 16
 
+    @property
+    def echoes_only(self) -> bool:
+        """The prompt is all that is wanted; the engine's least, one token, is not shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    def requested_max_tokens(self) -> int | None:
+        return 1 if self.echoes_only else self.max_tokens
 
     def check(self) -> None:
         super().check()
         if self.model_extra and self.model_extra.get("tools"):
             raise RequestError("tools belong to chat completions", param="tools")
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported by this server yet", param="echo")
+        if self.echoes_only and self.min_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens = 0", param="min_tokens")
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or token ids."""
-        if self.prompt is None:
-            raise RequestError("prompt is missing", param="prompt")
         if isinstance(self.prompt, str):
             prompts = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
@@ -202,7 +279,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
 
     def plain(self) -> dict[str, Any]:
         """For the chat template: content as one text."""
@@ -224,11 +301,11 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], _FIRST_MISTAKE]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -239,6 +316,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def names(self) -> Mapping[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "max_tokens": limit}
 
     def check(self) -> None:
         super().check()
@@ -270,7 +351,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], _FIRST_MISTAKE] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -281,7 +362,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def _token_id(key: str) -> int:

@@ -2,29 +2,16 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxkv.async_engine import TokenDelta
 from jaxkv.core.request import FinishReason, TokenLogprobs
+from jaxkv.server.logprobs import Columns, LogprobsFormat
 from jaxkv.server.protocol import CompletionRequest, GenerationRequest
 from jaxkv.server.serving import Prompt
+from jaxkv.tokenization.text_offsets import OutputOffsets, prompt_offsets
 from jaxkv.tokenization.tokenizer import Tokenizer
-
-# JSON has no -inf; this is what vLLM writes for it.
-_LOWEST_LOGPROB = -9999.0
-
-
-@dataclasses.dataclass
-class Choice:
-    """One sequence so far.
-
-    Attributes:
-      offset: characters of text before the next token (for text_offset).
-    """
-
-    deltas: list[TokenDelta] = dataclasses.field(default_factory=list)
-    offset: int = 0
 
 
 class Usage:
@@ -53,6 +40,9 @@ class Usage:
 class Responses(abc.ABC):
     """The format of one API; `CompletionResponses` and `ChatResponses` fill it in.
 
+    Either every delta is given to `add`, and `whole` makes the response; or `chunks` for each delta, then `usage_chunk`
+    if asked for make the stream.
+
     Args:
       model: the name shown. created: Unix time in seconds.
     """
@@ -66,17 +56,45 @@ class Responses(abc.ABC):
         prompts: Sequence[Prompt],
     ):  # fmt: skip
         self.response_id, self.model, self.created = response_id, model, created
-        self.tokenizer, self.body = tokenizer, body
+        self.tokenizer, self.body, self.prompts = tokenizer, body, prompts
         self.usage = Usage(prompts, body.num_choices)
-        self.choices = [Choice() for _ in range(len(prompts) * body.num_choices)]
+        self.logprobs = LogprobsFormat(tokenizer, body)
+        self._deltas: list[list[TokenDelta]] = [[] for _ in range(len(prompts) * body.num_choices)]
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprobs | None]] = {}
+        """By the prompt's index; those of several sequences come with one of them."""
+        self._begun: set[int] = set()
+
+    def add(self, delta: TokenDelta) -> None:
+        self._see(delta)
+        self._deltas[delta.index].append(delta)
+
+    def _see(self, delta: TokenDelta) -> None:
+        self.usage.add(delta)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[self.prompt_index(delta.index)] = delta.prompt_logprobs
+
+    def prompt_index(self, index: int) -> int:
+        """Which prompt the sequence `index` continues."""
+        return index // self.body.num_choices
 
     def whole(self) -> dict[str, Any]:
-        """The response, once every delta has been added."""
-        choices = [self.choice(index, choice.deltas) for index, choice in enumerate(self.choices)]
+        choices = [self.choice(index, deltas) for index, deltas in enumerate(self._deltas)]
         return self._frame(self.object_name, choices) | {"usage": self.usage.body()}
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._frame(self.chunk_name, choices) | ({"usage": None} if self.body.include_usage else {})
+    def chunks(self, delta: TokenDelta) -> Iterator[dict[str, Any]]:
+        """The stream's chunks for one delta. What begins a sequence waits for its first token, whose time clients take
+        from the first chunk."""
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            yield from self.beginning(delta.index)
+        self._see(delta)
+        yield self.chunk(self.chunk_choice(delta))
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        frame = self._frame(self.chunk_name, [choice])
+        if self.body.include_usage:
+            frame["usage"] = self.usage.body() if self.body.continuous_usage else None
+        return frame
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._frame(self.chunk_name, []) | {"usage": self.usage.body()}
@@ -86,9 +104,13 @@ class Responses(abc.ABC):
             "id": self.response_id, "object": name, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
 
+    def token_ids(self, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+        """The choice's entry for them, if asked for."""
+        return {"token_ids": [i for delta in deltas for i in delta.token_ids]} if self.body.return_token_ids else {}
+
     @abc.abstractmethod
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Chunks that come before any token."""
+    def beginning(self, index: int) -> Iterator[dict[str, Any]]:
+        """Chunks that come before a sequence's first token."""
 
     @abc.abstractmethod
     def choice(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -111,55 +133,87 @@ def _end(deltas: Sequence[TokenDelta]) -> dict[str, Any]:
 class CompletionResponses(Responses):
     id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
+    body: CompletionRequest
 
     def __init__(self, response_id, model, created, tokenizer, body: CompletionRequest, prompts: Sequence[Prompt]):
         super().__init__(response_id, model, created, tokenizer, body, prompts)
-        self._echoes = [
-            self._echo(prompts[i // body.num_choices]) if body.echo else "" for i in range(len(self.choices))
-        ]
-        for choice, echo in zip(self.choices, self._echoes, strict=True):
-            choice.offset = len(echo)
+        self._echoes = [self._echo(prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
+        self._offsets = [self._output_offsets(i) for i in range(len(self._deltas))] if body.logprobs is not None else []
+        self._held: dict[int, list[TokenDelta]] = {i: [] for i in range(len(prompts))} if body.echoes_logprobs else {}
+        """Deltas of prompts whose log-probabilities have not come: those of one sequence may be faster than the
+        prompt, which comes with another."""
 
     def _echo(self, prompt: Prompt) -> str:
-        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        if prompt.text is not None:
+            return prompt.text
+        return self.tokenizer.decode(prompt.token_ids, self.body.skips_special_tokens)
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        return [
-            self.chunk([{"index": i, "text": echo, "logprobs": None, "finish_reason": None, "stop_reason": None}])
-            for i, echo in enumerate(self._echoes)
-            if echo
-        ]
+    def _output_offsets(self, index: int) -> OutputOffsets:
+        prompt = self.prompt_index(index)
+        return OutputOffsets(
+            self.tokenizer, self.prompts[prompt].token_ids,
+            skip_special_tokens=self.body.skips_special_tokens, start=len(self._echoes[prompt]),
+        )  # fmt: skip
+
+    def add(self, delta: TokenDelta) -> None:
+        super().add(self._shown(delta))
+
+    def _shown(self, delta: TokenDelta) -> TokenDelta:
+        if not self.body.echoes_only:
+            return delta
+        return dataclasses.replace(
+            delta, token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
+        )
+
+    def beginning(self, index: int) -> Iterator[dict[str, Any]]:
+        if self.body.echo or self.body.return_token_ids:
+            prompt = self.prompt_index(index)
+            logprobs = self._prompt_columns(prompt) if self.body.echoes_logprobs else None
+            choice = {"index": index, "text": self._echoes[prompt], "logprobs": logprobs, "finish_reason": None}
+            yield self.chunk(choice | {"stop_reason": None} | self._prompt_ids(prompt))
+
+    def chunks(self, delta: TokenDelta) -> Iterator[dict[str, Any]]:
+        prompt = self.prompt_index(delta.index)
+        ready = [self._shown(delta)]
+        if prompt in self._held:
+            self._held[prompt] += ready
+            if delta.prompt_logprobs is None:
+                return
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+            ready = self._held.pop(prompt)
+        for each in ready:
+            yield from super().chunks(each)
 
     def choice(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        text = self._echoes[index] + "".join(delta.text for delta in deltas)
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, deltas), **_end(deltas)}
+        prompt = self.prompt_index(index)
+        text = self._echoes[prompt] + "".join([delta.text for delta in deltas])
+        logprobs = self._output_columns(index, deltas)
+        if self.body.echoes_logprobs:
+            logprobs = {name: before + logprobs[name] for name, before in self._prompt_columns(prompt).items()}
+        choice = {"index": index, "text": text, "logprobs": logprobs, **_end(deltas), **self.token_ids(deltas)}
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self.logprobs.prompt(self._prompt_logprobs[prompt])
+        return choice | self._prompt_ids(prompt)
 
     def chunk_choice(self, delta: TokenDelta) -> dict[str, Any]:
-        return {
-            "index": delta.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta.index, [delta]),
-            **_end([delta]),
-        }
+        logprobs = self._output_columns(delta.index, [delta]) if delta.logprobs is not None else None
+        choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs}
+        return choice | _end([delta]) | self.token_ids([delta])
 
-    def _logprobs(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any] | None:
-        if self.body.num_logprobs() is None:
+    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[prompt].token_ids} if self.body.return_token_ids else {}
+
+    def _prompt_columns(self, prompt: int) -> Columns:
+        ids = self.prompts[prompt].token_ids
+        offsets = prompt_offsets(self.tokenizer, self._echoes[prompt], ids)
+        return self.logprobs.columns(ids, self._prompt_logprobs[prompt], offsets)
+
+    def _output_columns(self, index: int, deltas: Sequence[TokenDelta]) -> Columns | None:
+        if self.body.logprobs is None:
             return None
-        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        choice = self.choices[index]
-        for delta in deltas:
-            if (entry := delta.logprobs) is not None:
-                text = self.tokenizer.token_text(entry.token_id)
-                top: dict[str, float] = {}
-                for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-                    # Two parts of characters can look alike; the likelier one, which comes first, stays.
-                    top.setdefault(self.tokenizer.token_text(token_id), max(logprob, _LOWEST_LOGPROB))
-                result["tokens"].append(text)
-                result["token_logprobs"].append(max(entry.logprob, _LOWEST_LOGPROB))
-                result["top_logprobs"].append(top)
-                result["text_offset"].append(choice.offset)
-                choice.offset += len(text)
-        return result
+        entries = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+        ids = [entry.token_id for entry in entries]
+        return self.logprobs.columns(ids, entries, [self._offsets[index].next(i) for i in ids])
 
 
 class ChatResponses(Responses):
@@ -167,34 +221,34 @@ class ChatResponses(Responses):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        return [
-            self.chunk(
-                [{"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
-            )
-            for i in range(len(self.choices))
-        ]
+    def whole(self) -> dict[str, Any]:
+        response = super().whole() | self._prompt_ids()
+        if self.body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = self.logprobs.prompt(self._prompt_logprobs[0])
+        return response
+
+    def beginning(self, index: int) -> Iterator[dict[str, Any]]:
+        first = len(self._begun) == 1
+        role = {"role": "assistant", "content": ""}
+        chunk = self.chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+        yield chunk | (self._prompt_ids() if first else {})
 
     def choice(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(deltas), **_end(deltas)}
+        message = {"role": "assistant", "content": "".join([delta.text for delta in deltas]), "refusal": None}
+        logprobs = self._logprobs(deltas)
+        return {"index": index, "message": message, "logprobs": logprobs, **_end(deltas), **self.token_ids(deltas)}
 
     def chunk_choice(self, delta: TokenDelta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-        return {"index": delta.index, "delta": content, "logprobs": self._logprobs([delta]), **_end([delta])}
+        logprobs = self._logprobs([delta]) if delta.logprobs is not None else None
+        choice = {"index": delta.index, "delta": content, "logprobs": logprobs}
+        return choice | _end([delta]) | self.token_ids([delta])
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0].token_ids} if self.body.return_token_ids else {}
 
     def _logprobs(self, deltas: Sequence[TokenDelta]) -> dict[str, Any] | None:
         if self.body.num_logprobs() is None:
             return None
-        return {"content": [self._token(delta.logprobs) for delta in deltas if delta.logprobs is not None]}
-
-    def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
-        top = [self._entry(token_id, logprob) for token_id, logprob in entry.top]
-        return self._entry(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self.tokenizer.token_text(token_id),
-            "logprob": max(logprob, _LOWEST_LOGPROB),
-            "bytes": list(self.tokenizer.token_bytes[token_id]),
-        }
+        entries = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+        return {"content": [self.logprobs.chat_entry(entry) for entry in entries]}

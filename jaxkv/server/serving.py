@@ -107,30 +107,44 @@ class Serving:
         return await asyncio.to_thread(run)
 
     async def prompts(self, body: GenerationRequest) -> list[Prompt]:
+        return [self._truncated(prompt, body) for prompt in await self._all_of_prompts(body)]
+
+    def _truncated(self, prompt: Prompt, body: GenerationRequest) -> Prompt:
+        """Its last tokens, where the request keeps only so many."""
+        keep = body.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(1, self.max_model_len - max(1, body.sampling_params().max_tokens or 1))
+        return prompt if keep is None or len(prompt.token_ids) <= keep else Prompt(None, prompt.token_ids[-keep:])
+
+    async def _all_of_prompts(self, body: GenerationRequest) -> list[Prompt]:
         if isinstance(body, ChatCompletionRequest):
             return [await self.chat_prompt(body.messages, body.template_arguments(), bool(body.add_special_tokens))]
         assert isinstance(body, CompletionRequest)
         return await self.completion_prompts(body)
 
-    async def submit(self, response_id: str, body: GenerationRequest, prompts: Sequence[Prompt]) -> RequestStream:
+    async def submit(self, body: GenerationRequest, prompts: Sequence[Prompt]) -> RequestStream:
         """Starts n sequences a prompt; sequence `prompt * n + i` has that index in the stream.
 
         Raises:
           RequestError: one of them cannot be served; then none is.
         """
         params = body.sampling_params()
+        name = uuid.uuid4().hex  # of our own: clients may use an id as often as they like
         requests = []
         for prompt in prompts:
-            sampling = checked_sampling(
-                params,
-                prompt.token_ids,
-                vocab_size=self.vocab_size,
-                max_model_len=self.max_model_len,
-                max_logprobs=self.max_logprobs,
-            )
+            try:
+                sampling = checked_sampling(
+                    params,
+                    prompt.token_ids,
+                    vocab_size=self.vocab_size,
+                    max_model_len=self.max_model_len,
+                    max_logprobs=self.max_logprobs,
+                )
+            except RequestError as error:
+                raise body.in_its_words(error) from error
             requests.append(
                 Request(
-                    request_id=f"{response_id}-{len(requests)}",
+                    request_id=f"{name}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
                     priority=body.priority or 0,
@@ -138,8 +152,3 @@ class Serving:
                 )
             )
         return await self.engine.submit(requests)
-
-
-def new_response_id(prefix: str) -> str:
-    """Ids are ours alone: clients may send the same x-request-id as often as they like."""
-    return f"{prefix}-{uuid.uuid4().hex}"

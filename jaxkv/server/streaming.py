@@ -25,8 +25,7 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
 
     async def gather() -> None:
         async for delta in stream:
-            responses.usage.add(delta)
-            responses.choices[delta.index].deltas.append(delta)
+            responses.add(delta)
 
     async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -38,7 +37,10 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
         if not tasks[0].done():
             return Response(status_code=499)
         tasks[0].result()
-        return json_response(responses.whole())
+        if responses.body.num_prompt_logprobs() is None:
+            return json_response(responses.whole())
+        # In another thread: writing them takes some 3 us a token of a prompt, of which there may be millions.
+        return await asyncio.to_thread(lambda: json_response(responses.whole()))
     finally:
         stream.cancel()
         for task in tasks:
@@ -48,7 +50,7 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
 
 
 class EventStream(StreamingResponse):
-    """The request as server-sent events, one a token that brings text."""
+    """The request as server-sent events, one a token."""
 
     def __init__(self, stream: RequestStream, responses: Responses):
         self._stream = stream
@@ -66,12 +68,9 @@ class EventStream(StreamingResponse):
 async def _events(stream: RequestStream, responses: Responses) -> AsyncIterator[bytes]:
     body = responses.body
     try:
-        for chunk in responses.first_chunks():
-            yield _event(chunk)
         async for delta in stream:
-            responses.usage.add(delta)
-            if delta.text or delta.logprobs is not None or delta.finish_reason is not None:
-                yield _event(responses.chunk([responses.chunk_choice(delta)]))
+            for chunk in responses.chunks(delta):
+                yield _event(chunk)
         if body.include_usage:
             yield _event(responses.usage_chunk())
     except Exception as error:  # the 200 has gone out, so the client can only be told inside the stream

@@ -59,7 +59,17 @@ def error_of(response, status):
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
         ({"best_of": 2}, "best_of", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"prompt_logprobs": 6}, "prompt_logprobs", "0 to 5"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "-1; it must be at least 0"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "0; it must be at least 1, or -1"),
+        ({"truncate_prompt_tokens": 2.5}, "truncate_prompt_tokens", "integer"),
+        ({"truncation_side": "right"}, "truncation_side", "not supported"),
+        ({"return_token_ids": 1}, "return_token_ids", "boolean"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
+        ({"request_id": ""}, "request_id", "0 characters; 1 to 1024"),
+        ({"request_id": "\ud800"}, "request_id", "Unicode"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": "yes"}}, "stream_options", "boolean"),
         ({"model": "gpt-4"}, "model", "`gpt-4` does not exist"),
         ({"model": "\ud800"}, "model", "does not exist"),
     ],
@@ -77,7 +87,8 @@ def test_fields_out_of_range_are_named(server, endpoint, body, param, text):
 @pytest.mark.parametrize(
     "body, param, text",
     [
-        ({}, "prompt", "missing"),
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": None}, "prompt", "a list of token ids"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "0 sequences"),
         ({"prompt": [[]]}, "prompt", "empty"),
@@ -90,7 +101,9 @@ def test_fields_out_of_range_are_named(server, endpoint, body, param, text):
         ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
         ({"prompt": "x", "logprobs": 6}, "logprobs", "0 to 5"),
         ({"prompt": "x", "logprobs": -1}, "logprobs", "-1"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "logprobs"),
+        ({"prompt": "x", "echo": True, "logprobs": 6}, "logprobs", "0 to 5"),
+        ({"prompt": "x", "echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens", "more than max_tokens = 0"),
+        ({"prompt": "x", "echo": False, "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"prompt": ["x"] * 600, "n": 2}, "prompt", "1200 sequences"),
         ({"prompt": "\udfff"}, "prompt", "Unicode"),
     ],
@@ -105,17 +118,28 @@ def test_completion_requests_at_fault(server, body, param, text):
 @pytest.mark.parametrize(
     "body, param, text",
     [
-        ({}, "messages", "required"),
+        ({}, "messages", "messages is missing"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": "hi"}, "messages", "list"),
-        ({"messages": [{"content": "x"}]}, "messages", "role"),
+        ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "a string, a list of parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "prompt", "Unicode"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "tool_choice"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "none"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 9}, "logprobs", "0 to 5"),
+        (
+            {"messages": MESSAGES, "logprobs": True, "top_logprobs": 9},
+            "top_logprobs",
+            "9 top_logprobs asked for; 0 to 5",
+        ),
+        ({"messages": MESSAGES, "max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens", "tokens is 0"),
+        ({"messages": MESSAGES, "max_completion_tokens": 999}, "max_completion_tokens", "requested 999 output tokens"),
+        (
+            {"messages": MESSAGES, "max_completion_tokens": 3, "min_tokens": 4},
+            "min_tokens",
+            "4, more than max_completion_tokens = 3",
+        ),
         ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "not supported"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
         (
@@ -143,6 +167,39 @@ def test_chat_requests_at_fault(server, body, param, text):
 def test_bad_bodies(server, content):
     response = server.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     error_of(response, 400)
+
+
+@pytest.mark.parametrize(
+    "content, where",
+    [
+        (b'{"prompt": "x", "\\ud800": 1}', "The request body"),
+        (b'{"messages": [{"role": "user", "content": "x", "\\ud800": 1}]}', "messages.0"),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_fields_name(server, content, where):
+    path = "/v1/completions" if b"prompt" in content else "/v1/chat/completions"
+    assert error_of(server.http.post(path, content=content), 400)["message"].startswith(f"{where} holds half of a")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1.5] * 200_000},
+        {"prompt": [[1.5] * 200_000]},
+        {"prompt": ["x"] * 200_000 + [1]},
+        {"prompt": "x", "stop": [1] * 200_000},
+        {"prompt": "x", "logit_bias": {str(i): "x" for i in range(200_000)}},
+        {"messages": [1] * 200_000},
+        {"messages": [{"role": "user", "content": [1] * 200_000}]},
+    ],
+)
+def test_many_mistakes_cost_no_more_than_one(server, body):
+    """Telling them all took 14 s for 1.5 MB, in which the server answered nobody."""
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    content = json.dumps(body).encode()
+    begin = time.monotonic()
+    error_of(server.http.post(path, content=content), 400)
+    assert time.monotonic() - begin < 2
 
 
 def test_other_content_types_and_none(server):
