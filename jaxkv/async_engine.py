@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineSnapshot
@@ -46,8 +46,7 @@ class SyncEngine(Protocol):
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """One token of one sequence, and the text that became certain with it.
 
     Attributes:
@@ -231,7 +230,8 @@ class AsyncEngine:
         if limit is not None and queued >= limit:
             self.num_refused += 1
             raise RequestError(
-                f"{queued} requests run or wait already, and max_num_queued_reqs is {limit}: try again later", status=429
+                f"{queued} requests run or wait already, and max_num_queued_reqs is {limit}: try again later",
+                status=429,
             )
 
     async def submit(self, requests: Sequence[Request]) -> RequestStream:
@@ -250,7 +250,9 @@ class AsyncEngine:
             self._num_submitted += len(ids)
             self._inbox.put(lambda: self._accept(requests, ids, stream, accepted))
         if self._request_timeout is not None:
-            error = RequestError(f"the request took longer than request_timeout = {self._request_timeout:g} s", status=408)
+            error = RequestError(
+                f"the request took longer than request_timeout = {self._request_timeout:g} s", status=408
+            )
             stream.fail_after(self._request_timeout, error)
         try:
             await asyncio.wrap_future(accepted)
@@ -298,7 +300,11 @@ class AsyncEngine:
         return True
 
     def _accept(
-        self, requests: Sequence[Request], ids: Sequence[str], stream: RequestStream, accepted: concurrent.futures.Future
+        self,
+        requests: Sequence[Request],
+        ids: Sequence[str],
+        stream: RequestStream,
+        accepted: concurrent.futures.Future,
     ) -> None:
         added: list[str] = []
         try:

@@ -68,7 +68,9 @@ class _SizeParser(flags.ArgumentParser):
         return argument if isinstance(argument, int) else parse_size(argument)
 
 
-def define_size(name: str, default: int | None, help_text: str, values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+def define_size(
+    name: str, default: int | None, help_text: str, values: flags.FlagValues = flags.FLAGS
+) -> flags.FlagHolder:
     """A flag in bytes; see parse_size."""
     return flags.DEFINE(_SizeParser(), name, default, help_text, flag_values=values)
 

@@ -120,7 +120,9 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(serve, until):
         error = error_of(refused, 429)
         assert "4 requests run or wait" in error["message"] and "max_num_queued_reqs is 3" in error["message"]
         assert refused.headers["retry-after"] == "1" and error["type"] == "RateLimitError"
-        assert error_of(server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True), 429)
+        assert error_of(
+            server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True), 429
+        )
         assert server.async_engine.num_refused == 2 and server.http.get("/health").status_code == 200
         with pytest.raises(openai.RateLimitError):
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
