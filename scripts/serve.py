@@ -18,6 +18,7 @@ from jaxkv.console import ConsoleProgress, set_up_logging
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import MAX_BODY_BYTES, Front, guard
 from jaxkv.server.metrics import cache_config_labels
 from jaxkv.server.periodic_log import log_status
@@ -109,6 +110,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedHead,
                 log_level="warning",
                 access_log=False,
                 ws="none",

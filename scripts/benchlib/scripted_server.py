@@ -16,6 +16,7 @@ from benchlib.random_model import byte_tokenizer
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.core.request import FinishReason, Request, RequestOutput
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import guard
 from jaxkv.server.serving import Serving
 from jaxkv.tokenization.tokenizer import Tokenizer
@@ -78,7 +79,12 @@ def main(settings: dict) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(
-            guard(create_app(serving)), log_level="warning", access_log=False, ws="none", lifespan="off"
+            guard(create_app(serving)),
+            http=BoundedHead,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            lifespan="off",
         )
         uvicorn.Server(config).run(sockets=[listener])
     engine.shutdown()

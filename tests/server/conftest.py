@@ -14,6 +14,7 @@ import uvicorn
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import Front, guard
 from jaxkv.server.serving import Serving
 
@@ -50,7 +51,7 @@ class Running:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.front = Front(create_app(self.serving))
         app = guard(self.front, **(guards or {}))
-        config = uvicorn.Config(app, log_level="warning", ws="none", lifespan="off")
+        config = uvicorn.Config(app, http=BoundedHead, log_level="warning", ws="none", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._listener])), daemon=True

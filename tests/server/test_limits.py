@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from jaxkv.server import limits
+from jaxkv.server import http_protocol, limits
 
 LIMIT = 10_000
 
@@ -92,6 +92,32 @@ def test_a_body_that_does_not_come_is_given_up(limited, monkeypatch):
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":408' in answer
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nx: ", b"GET /" + b"y" * 5000])
+def test_an_endless_head_is_cut_off(limited, head):
+    with connect(limited) as connection:
+        connection.sendall(head)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while time.monotonic() - begin < 10:
+                connection.sendall(b"z" * 4096)
+    assert time.monotonic() - begin < 5
+    long = limited.http.get("/health", headers={"x": "y" * 40_000})
+    assert long.status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTT"])
+def test_a_head_that_does_not_come_is_given_up(limited, monkeypatch, start):
+    """A connection without a request, or with a part of one, also after a whole one."""
+    monkeypatch.setattr(http_protocol, "_HEAD_S", 0.3)
+    with connect(limited) as connection:
+        connection.sendall(start)
+        try:
+            answer = read_all(connection)
+        except ConnectionResetError:
+            answer = b""
+    assert answer.count(b"200 OK") == start.count(b"\r\n\r\n") or not answer
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(limited, until, caplog):

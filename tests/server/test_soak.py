@@ -21,6 +21,7 @@ from benchlib.random_model import byte_tokenizer
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.core.request import Request, SamplingParams
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import Front, guard
 from jaxkv.server.serving import Serving
 from jaxkv.tokenization.output_text import OutputText
@@ -103,7 +104,7 @@ class Server:
         app = guard(self.front, max_body_bytes=BODY_BYTES)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = self._listener.getsockname()
-        config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
+        config = uvicorn.Config(app, http=BoundedHead, log_level="warning", access_log=False, ws="none", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._listener]))
 
