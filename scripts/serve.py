@@ -134,6 +134,7 @@ class _Server(uvicorn.Server):
     async def _load(self) -> None:
         try:
             serving = await asyncio.to_thread(_load, self._engine_config)
+            self._front.app = create_app(serving)
         except BaseException as error:
             self.load_error = error
             self.should_exit = True
@@ -141,7 +142,6 @@ class _Server(uvicorn.Server):
         self.engine = serving.engine
         self.engine.on_failure = self._engine_failed
         self.engine.start()
-        self._front.app = create_app(serving)
         name = serving.model_names[0]
         sys.stdout.write(f"jaxkv is ready: {self._url} (model {name})\n{_curl(self._url, name, self._with_key)}\n")
         sys.stdout.flush()

@@ -50,7 +50,7 @@ class Running:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.front = Front(create_app(self.serving))
-        app = guard(self.front, **(guards or {}))
+        app = guard(self.front, **({"max_body_bytes": 16 * 2**20} | (guards or {})))
         config = uvicorn.Config(app, http=BoundedHead, log_level="warning", ws="none", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
