@@ -13,6 +13,7 @@ server-sent events, HTTP.
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -156,14 +157,16 @@ def _vllm_server(report: measurement.Report) -> Iterator[tuple[str, int]]:
     """vLLM's API server: the engine is a process of its own there, whose time does not count."""
     port = 8765
     with tempfile.TemporaryDirectory(prefix="jaxkv-bench-") as folder, open(f"{folder}/log", "w+") as log:
-        model = write_random_model(Path(folder) / "tiny", vocab_size=256)
+        model = write_random_model(Path(folder) / "tiny", vocab_size=256, hidden_size=256, head_dim=64)
         (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         command = [
             _VLLM.value, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}",
             "--host=127.0.0.1", "--max-model-len=2048", f"--max-num-seqs={_STREAMS.value}", "--enforce-eager",
         ]  # fmt: skip
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment.pop("PYTHONPATH", None)  # another interpreter's packages
         report.console.print("starting vLLM ...")
-        with _process(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        with _process(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
             url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _VLLM_START_S
             while not _answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
