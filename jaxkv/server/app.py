@@ -39,7 +39,11 @@ def create_app(serving: Serving) -> FastAPI:
         return Response(status_code=200)
 
     registry = metrics_registry(
-        lambda: engine.snapshot, serving.model_names[0], serving.max_model_len, serving.cache_config
+        lambda: engine.snapshot,
+        serving.model_names[0],
+        serving.max_model_len,
+        serving.cache_config,
+        lambda: engine.num_refused,
     )
 
     @app.head("/metrics", include_in_schema=False)

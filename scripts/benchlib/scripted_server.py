@@ -14,6 +14,7 @@ import uvicorn
 
 from benchlib.random_model import byte_tokenizer
 from jaxkv.async_engine import AsyncEngine
+from jaxkv.core.metrics import EngineSnapshot, EngineStats
 from jaxkv.core.request import FinishReason, Request, RequestOutput
 from jaxkv.server.app import create_app
 from jaxkv.server.http_protocol import BoundedHead
@@ -44,6 +45,12 @@ class ScriptedEngine:
         self._live.pop(request_id, None)
 
     finish = abort
+
+    def snapshot(self) -> EngineSnapshot:
+        return EngineStats().snapshot(num_running=len(self._live))
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return True
 
     def has_work(self) -> bool:
         return bool(self._live)

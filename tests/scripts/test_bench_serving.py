@@ -140,6 +140,7 @@ def test_a_server_of_its_own(bench, tmp_path):
     found = {result["metric"]: result["value"] for result in document["results"]}
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (8, 0, 64)
     assert found["cached_prompt_tokens"] > 8 * 8 * 4 / 2  # of tokens of a byte: the prefix, and what was said before
+    assert 0.5 < found["prefix_cache_hit_rate"] < 1 and found["num_preemptions"] >= 0  # out of /metrics
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"mean_{name}_ms", f"median_{name}_ms", f"p50_{name}_ms", f"p99_{name}_ms"} <= found.keys()
     assert 0 < found["p50_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]

@@ -32,9 +32,7 @@ class Running:
       limits: keywords of AsyncEngine. guards: keywords of `guard`.
     """
 
-    def __init__(
-        self, tokenizer, text="Hello 👋 wörld!", engine=None, limits=None, guards=None, **engine_options
-    ):
+    def __init__(self, tokenizer, text="Hello 👋 wörld!", engine=None, limits=None, guards=None, **engine_options):
         self.tokenizer = tokenizer
         self.script = lambda request: (
             [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500

@@ -153,6 +153,8 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(serve, until):
         with pytest.raises(openai.RateLimitError):
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
             client.completions.create(model="fake", prompt="x")
+        counted = 'vllm:admission_rejections_total{model_name="fake",reason="max_num_queued_reqs"} 3.0'
+        assert counted in server.http.get("/metrics").text.splitlines()
         server.engine.gate.set()
         assert first.result(20).status_code == second.result(20).status_code == 200
     assert server.post("/v1/completions", prompt="d").status_code == 200
