@@ -50,7 +50,7 @@ clients: $(INSTALLED)
 bench: bench-throughput bench-prefix_sharing bench-decode_loop
 
 bench-%: $(INSTALLED)
-	$(PY) -m pip install --quiet -e '.[oracle,plot]'
+	$(PY) -m pip install --quiet -e '.[oracle,plot,load]'
 	$(PY) scripts/bench_$*.py $(ARGS)
 
 $(INSTALLED): pyproject.toml

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineSnapshot
@@ -23,6 +23,9 @@ from jaxkv.tokenization.output_text import OutputText
 from jaxkv.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Deltas, of 400 bytes and more, that may wait for a reader. Two steps of all sequences can be more than the first.
+_MAX_UNREAD, _MAX_UNREAD_EACH = 16_384, 64
 
 
 class EngineFailedError(Exception):
@@ -43,8 +46,7 @@ class SyncEngine(Protocol):
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """One token of one sequence, and the text that became certain with it.
 
     Attributes:
@@ -66,40 +68,88 @@ class TokenDelta:
 
 
 class RequestStream:
-    """Async iterator over the deltas of sequences submitted together, in order within each of them.
+    """The deltas of sequences submitted together, in order within each of them: one at a time as an async iterator, or all
+    that have come with `take`.
 
-    Ends after every sequence has finished. Leave it with `cancel`, which aborts what still runs.
+    Ends after every sequence has finished. Leave it with `cancel`, which aborts what still runs. For the event loop's
+    thread only.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_sequences: int, cancel: Callable[[], None]):
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_sequences: int, abort: Callable[[], None]):
         self.loop = loop
-        self._cancel = cancel
-        self._news: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._abort = abort
+        self._unread: collections.deque[TokenDelta] = collections.deque()
+        self._max_unread = max(_MAX_UNREAD, _MAX_UNREAD_EACH * num_sequences)
         self._unfinished = num_sequences
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """Raises EngineFailedError when the engine fails, RequestError when it ends the request with an error."""
-        if self._unfinished == 0:
+        """Raises EngineFailedError when the engine fails, RequestError when the request is ended with an error."""
+        await self._wait()
+        if not self._unread:
             raise StopAsyncIteration
-        item = await self._news.get()
-        if isinstance(item, Exception):
-            self._unfinished = 0
-            raise item
-        self._unfinished -= item.finish_reason is not None
-        return item
+        return self._unread.popleft()
+
+    async def take(self) -> Sequence[TokenDelta]:
+        """Waits for deltas and returns all that have come; none after the end. Raises what `__anext__` raises."""
+        await self._wait()
+        deltas, self._unread = self._unread, collections.deque()
+        return deltas
+
+    async def _wait(self) -> None:
+        while not self._unread and self._unfinished:
+            self._reader = self.loop.create_future()
+            await self._reader
+        if not self._unread and self._error is not None:
+            raise self._error
 
     def cancel(self) -> None:
-        """Abort the requests that have not finished. May be called at any time, more than once."""
+        """Abort the sequences that have not finished, and forget what is unread. May be called at any time, more than
+        once."""
         if self._unfinished:
-            self._unfinished = 0
-            self._cancel()
+            self._abort()
+        self._unread.clear()
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Abort the sequences that have not finished; the reader gets `error` after what has come by now."""
+        if self._unfinished:
+            self._abort()
+            self._end(error)
+
+    def fail_after(self, seconds: float, error: Exception) -> None:
+        self._timer = self.loop.call_later(seconds, self.fail, error)
 
     def put(self, item: TokenDelta | Exception) -> None:
-        """For the event loop's thread only."""
-        self._news.put_nowait(item)
+        """What the engine's thread tells."""
+        if not self._unfinished:
+            return  # cancelled, and the engine has not heard yet
+        if isinstance(item, Exception):
+            self._end(item)
+            return
+        self._unread.append(item)
+        if item.finish_reason is not None:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._end()
+        elif len(self._unread) > self._max_unread:
+            self.fail(RequestError(f"{len(self._unread)} tokens wait to be read: read faster", status=408))
+        self._wake()
+
+    def _end(self, error: Exception | None = None) -> None:
+        self._unfinished, self._error = 0, error
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 @dataclasses.dataclass
@@ -122,12 +172,26 @@ class AsyncEngine:
       on_failure: called once, in the engine's thread, when it fails.
       snapshot: the engine's counters as of its last step; replaced as a whole after each, before anyone hears of the
         step's tokens. So any thread may read it at any moment, an engine that hangs or has failed included.
+      num_refused: requests that found the queue full.
     """
 
-    def __init__(self, engine: SyncEngine, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        engine: SyncEngine,
+        tokenizer: Tokenizer,
+        *,
+        max_num_queued_reqs: int | None = None,
+        request_timeout: float | None = None,
+    ):
+        """`max_num_queued_reqs`: sequences that may run and wait together. `request_timeout`: seconds that a request may
+        take, its wait included. None: no limit."""
         self.failed: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.snapshot = engine.snapshot()
+        self.num_refused = 0
+        self._max_num_queued_reqs, self._request_timeout = max_num_queued_reqs, request_timeout
+        # Sequences submitted, and those of them that have ended: each is written by one side only.
+        self._num_submitted = self._num_ended = 0
         self._engine = engine
         self._tokenizer = tokenizer
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -160,24 +224,45 @@ class AsyncEngine:
         """Sequences that have been accepted and not finished."""
         return len(self._running)
 
+    def check_room(self) -> None:
+        """Raises EngineFailedError when nothing can be served any more, RequestError (429) when the queue is full."""
+        if self.failed is not None:
+            raise EngineFailedError(self.failed)
+        limit, queued = self._max_num_queued_reqs, self._num_submitted - self._num_ended
+        if limit is not None and queued >= limit:
+            self.num_refused += 1
+            raise RequestError(
+                f"{queued} requests run or wait already, and max_num_queued_reqs is {limit}: try again later",
+                status=429,
+            )
+
     async def submit(self, requests: Sequence[Request]) -> RequestStream:
-        """Hand requests to the engine, each for `sampling.n` sequences: all are accepted, or none.
+        """Hand requests to the engine, each for `sampling.n` sequences: all are accepted, or none. They count whole
+        against max_num_queued_reqs, which the last ones accepted may exceed.
 
         Raises:
-          RequestError: one of them can never be served. EngineFailedError: none can.
+          RequestError: one of them can never be served, or none now (429). EngineFailedError: none ever.
         """
         loop = asyncio.get_running_loop()
         ids = [sequence.request_id for request in requests for sequence in request.sequences()]
         stream = RequestStream(loop, len(ids), lambda: self._inbox.put(lambda: self._abort(ids)))
         accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._inbox_lock:  # else the thread could end between the look and the put
-            if self.failed is not None:
-                raise EngineFailedError(self.failed)
-            self._inbox.put(lambda: self._accept(requests, stream, accepted))
+            self.check_room()
+            self._num_submitted += len(ids)
+            self._inbox.put(lambda: self._accept(requests, ids, stream, accepted))
+        if self._request_timeout is not None:
+            error = RequestError(
+                f"the request took longer than request_timeout = {self._request_timeout:g} s", status=408
+            )
+            stream.fail_after(self._request_timeout, error)
         try:
             await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
             stream.cancel()
+            raise
+        except Exception as error:
+            stream.put(error)
             raise
         return stream
 
@@ -216,21 +301,26 @@ class AsyncEngine:
             idle = idle and not self._engine.has_work()
         return True
 
-    def _accept(self, requests: Sequence[Request], stream: RequestStream, accepted: concurrent.futures.Future) -> None:
-        if not accepted.set_running_or_notify_cancel():
-            return
-        if self.failed is not None:
-            accepted.set_exception(EngineFailedError(self.failed))
-            return
+    def _accept(
+        self,
+        requests: Sequence[Request],
+        ids: Sequence[str],
+        stream: RequestStream,
+        accepted: concurrent.futures.Future,
+    ) -> None:
         added: list[str] = []
         try:
+            if not accepted.set_running_or_notify_cancel():
+                return
+            if self.failed is not None:
+                raise EngineFailedError(self.failed)
             for request in requests:
                 self._engine.add(request)
                 for sequence in request.sequences():
                     text = OutputText(self._tokenizer, sequence.sampling, sequence.prompt_token_ids)
                     self._running[sequence.request_id] = _Running(sequence, len(added), text, stream)
                     added.append(sequence.request_id)
-        except RequestError as error:
+        except (RequestError, EngineFailedError) as error:
             self._abort(added)
             accepted.set_exception(error)
         except Exception as error:
@@ -238,6 +328,14 @@ class AsyncEngine:
             raise
         else:
             accepted.set_result(None)
+        finally:
+            self._num_ended += len(ids) - len(added)  # these have left; those that are added leave later
+
+    def _leave(self, request_id: str) -> bool:
+        """The end of a sequence; False if it had ended already."""
+        left = self._running.pop(request_id, None) is not None
+        self._num_ended += left
+        return left
 
     def _reset_prefix_cache(self, preempt_running: bool, done: concurrent.futures.Future) -> None:
         if not done.set_running_or_notify_cancel():
@@ -255,7 +353,7 @@ class AsyncEngine:
 
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
-            if self._running.pop(request_id, None) is not None:
+            if self._leave(request_id):
                 self._engine.abort(request_id)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -268,7 +366,7 @@ class AsyncEngine:
 
     def _deliver_one(self, running: _Running, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
-            del self._running[output.request_id]
+            self._leave(output.request_id)
             self._tell(running, EngineFailedError(output.error or "the engine failed"))
             return
         # A step brings several tokens; each goes out alone, so that streams tell every token's own time and text.
@@ -297,7 +395,7 @@ class AsyncEngine:
                 ),
             )
             if delta.finish_reason is not None:
-                del self._running[output.request_id]
+                self._leave(output.request_id)
                 if not (last and output.finish_reason):  # the engine does not know of the stop string
                     self._engine.finish(output.request_id)
                 return
@@ -320,6 +418,7 @@ class AsyncEngine:
         error = EngineFailedError(reason)
         for running in self._running.values():
             self._tell(running, error)
+        self._num_ended += len(self._running)
         self._running.clear()
         self._post()
         while not self._inbox.empty():

@@ -68,6 +68,13 @@ class _SizeParser(flags.ArgumentParser):
         return argument if isinstance(argument, int) else parse_size(argument)
 
 
+def define_size(
+    name: str, default: int | None, help_text: str, values: flags.FlagValues = flags.FLAGS
+) -> flags.FlagHolder:
+    """A flag in bytes; see parse_size."""
+    return flags.DEFINE(_SizeParser(), name, default, help_text, flag_values=values)
+
+
 def define_engine_flags(values: flags.FlagValues = flags.FLAGS, **defaults: Any) -> None:
     """One flag a field of EngineConfig. `defaults` replace the fields' own."""
     hints, helps = typing.get_type_hints(EngineConfig), field_help(EngineConfig)
@@ -78,7 +85,7 @@ def define_engine_flags(values: flags.FlagValues = flags.FLAGS, **defaults: Any)
         default, help_text = defaults.get(name, field.default), helps[name]
         kinds = {kind for kind in typing.get_args(hints[name]) or (hints[name],) if kind is not type(None)}
         if name == "kv_cache_memory_bytes":
-            flags.DEFINE(_SizeParser(), name, default, help_text, flag_values=values)
+            define_size(name, default, help_text, values)
         elif typing.get_origin(hints[name]) is typing.Literal:
             flags.DEFINE_enum(name, default, typing.get_args(hints[name]), help_text, flag_values=values)
         elif kinds == {bool}:

@@ -1,10 +1,13 @@
 """Serves one model over an OpenAI-compatible HTTP API: `python scripts/serve.py --model=demo`."""
 
 import asyncio
+import logging
 import os
+import resource
 import signal
 import socket
 import sys
+import time
 
 import uvicorn
 from absl import flags
@@ -12,8 +15,11 @@ from absl import flags
 from jaxkv import flags as jaxkv_flags
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.console import ConsoleProgress, set_up_logging
+from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
+from jaxkv.server.limits import MAX_BODY_BYTES, Front, guard
 from jaxkv.server.metrics import cache_config_labels
 from jaxkv.server.periodic_log import log_status
 from jaxkv.server.serving import Serving
@@ -24,7 +30,22 @@ _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free on
 _NAMES = flags.DEFINE_string(
     "served_model_name", None, "Model id in the API; several, separated by commas, all work. Unset: the model's name."
 )
-_API_KEY = flags.DEFINE_string("api_key", None, "Clients must send this as a bearer token.")
+_API_KEY = flags.DEFINE_list(
+    "api_key", [], "Clients must send one of these, separated by commas, as a bearer token. Unset: JAXKV_API_KEY's."
+)
+_MAX_QUEUED = flags.DEFINE_integer(
+    "max_num_queued_reqs",
+    1024,
+    "Most requests that run and wait together, each of n sequences and of several prompts counting; more get a 429.",
+    lower_bound=1,
+)
+jaxkv_flags.define_size("max_body_bytes", MAX_BODY_BYTES, "Longest request body; a longer one gets a 413.")
+_REQUEST_TIMEOUT = flags.DEFINE_float(
+    "request_timeout", 0.0, "Seconds a request may wait and run together; 0 sets no limit.", lower_bound=0.0
+)
+_DRAIN_TIMEOUT = flags.DEFINE_float(
+    "drain_timeout", 30.0, "Seconds that running requests may go on after the first SIGTERM or Ctrl-C.", lower_bound=0.0
+)
 _LOG_LEVEL = flags.DEFINE_enum(
     "log_level", "info", ["debug", "info", "warning", "error"], "Least important log lines to show."
 )
@@ -35,9 +56,18 @@ usage: serve.py [MODEL] [flags]
 Loads a model and serves it over an OpenAI-compatible HTTP API. Flags take dashes or underscores, `--flag=value` or
 `--flag value`.
 """
-GROUPS = jaxkv_flags.GROUPS | {"server": ("host", "port", "served_model_name", "api_key", "log_level")}
-# Seconds that open requests may go on after the first Ctrl-C or SIGTERM.
-_GRACE_S = 5
+GROUPS = jaxkv_flags.GROUPS | {
+    "server": ("host", "port", "served_model_name", "api_key", "max_num_queued_reqs", "max_body_bytes",
+               "request_timeout", "drain_timeout", "log_level")
+}  # fmt: skip
+# Seconds for the last step to end and the last bytes to be written.
+_FLUSH_S = 5.0
+# Seconds after which a client that reads nothing is gone: its connection ends, and with it its request.
+_STALLED_S = 60
+# Seconds that an unused connection stays open: longer than clients keep theirs, so that none sends into one that closes.
+_KEEP_ALIVE_S = 75
+
+log = logging.getLogger("jaxkv.serve")
 
 
 def main(rest: list[str]) -> int:
@@ -47,46 +77,18 @@ def main(rest: list[str]) -> int:
         flags.FLAGS.model = rest[0]
     config = jaxkv_flags.engine_config()
     set_up_logging(_LOG_LEVEL.value)
-    listener = _bind(_HOST.value, _PORT.value)  # before loading: a port in use should not cost a minute
-    # While loading, a signal ends the process here; uvicorn catches those that come while it serves.
+    _allow_many_connections()
+    listener = _bind(_HOST.value, _PORT.value)
+    keys = [key for key in _API_KEY.value or os.environ.get("JAXKV_API_KEY", "").split(",") if key]
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_cleanly)
-    from jaxkv.startup import start_engine
-
-    with ConsoleProgress() as progress:
-        started = start_engine(config, progress=progress)
-    names = tuple(name for name in (_NAMES.value or "").split(",") if name) or (started.name,)
-    engine = AsyncEngine(started.engine, started.tokenizer)
-    serving = Serving(
-        engine=engine,
-        tokenizer=started.tokenizer,
-        model_names=names,
-        vocab_size=started.model_config.vocab_size,
-        max_model_len=started.config.max_model_len,
-        max_logprobs=started.config.max_logprobs,
-        cache_config=cache_config_labels(started.config),
-    )
-    server = _Server(
-        uvicorn.Config(
-            create_app(serving, api_key=_API_KEY.value),
-            log_level="warning",
-            timeout_graceful_shutdown=2 * _GRACE_S,
-            access_log=False,
-            ws="none",
-        ),
-        engine,
-        ready=f"jaxkv is ready: {_url(listener)} (model {names[0]})\n{_curl(_url(listener), names[0])}\n",
-    )
-    engine.on_failure = server.engine_failed
-    engine.start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signals it caught once more when it is done
-    try:
-        asyncio.run(server.serve(sockets=[listener]))
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {_url(listener)}: {error.strerror}; choose another --port") from error
-    finally:
-        engine.shutdown()
+        signal.signal(number, lambda *_: _exit(0))  # before and after uvicorn's own
+    server = _Server(config, keys, listener)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
+    if server.load_error is not None:
+        raise server.load_error
+    if server.engine is not None:
+        server.engine.shutdown()
     if server.failure is not None:
         sys.stderr.write(f"error: the engine failed: {server.failure}\n")
         return 1
@@ -94,48 +96,141 @@ def main(rest: list[str]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Says when the port answers, and ends open requests when their time is up.
+    """The life of the process: it answers from the first moment, loads the model, serves until the first signal, lets
+    running requests finish, and ends; a second signal ends it at once.
 
     Attributes:
-      failure: what broke the engine, or None.
+      engine: None while the model loads.
+      load_error: why the model could not be loaded. failure: what broke the engine later. None if all went well.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, ready: str):
-        super().__init__(config)
-        self._engine = engine
-        self._ready = ready
+    def __init__(self, config: EngineConfig, keys: list[str], listener: socket.socket):
+        self._front = Front()
+        app = guard(self._front, api_keys=keys, max_body_bytes=flags.FLAGS.max_body_bytes)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedHead,
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self.engine: AsyncEngine | None = None
+        self.load_error: BaseException | None = None
         self.failure: str | None = None
+        self._engine_config = config
+        self._url = _url(listener)
+        self._with_key = bool(keys)
+        self._drain_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._status = asyncio.create_task(log_status(lambda: self._engine.snapshot))
-        if self.started:
-            sys.stdout.write(self._ready)
-            sys.stdout.flush()
+        self._loading = asyncio.create_task(self._load())
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # A request that the engine ends gets an error it can read; one that uvicorn cancels would get none.
-        asyncio.get_running_loop().call_later(_GRACE_S, self._engine.stop)
-        await super().shutdown(sockets)
+    async def _load(self) -> None:
+        try:
+            serving = await asyncio.to_thread(_load, self._engine_config)
+            self._front.app = create_app(serving)
+        except BaseException as error:
+            self.load_error = error
+            self.should_exit = True
+            return
+        self.engine = serving.engine
+        self.engine.on_failure = self._engine_failed
+        self.engine.start()
+        name = serving.model_names[0]
+        sys.stdout.write(f"jaxkv is ready: {self._url} (model {name})\n{_curl(self._url, name, self._with_key)}\n")
+        sys.stdout.flush()
+        self._status = asyncio.create_task(log_status(lambda: self.engine.snapshot))
 
-    def engine_failed(self) -> None:
-        self.failure = self._engine.failed
+    def _engine_failed(self) -> None:
+        self.failure = self.engine.failed
         self.should_exit = True
 
+    def handle_exit(self, sig: int, frame: object) -> None:
+        if self.engine is None:
+            _exit(0)  # an ordinary end would wait for a thread in the middle of compiling, half a minute long
+        if self._front.draining:
+            _exit(128 + sig)
+        self._drain_until = time.monotonic() + _DRAIN_TIMEOUT.value
+        self._front.draining = True
 
-def _exit_cleanly(*_: object) -> None:
-    # At once: an ordinary exit would wait for threads in the middle of a compilation, half a minute long.
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s; True ends the serving."""
+        if self._front.draining:
+            left = self._drain_until - time.monotonic()
+            if left <= 0 or self._front.num_inside == 0:
+                return True
+            if counter % 50 == 0:
+                log.info("draining: %d still running, %.0f s left", self._front.num_inside, left)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What still runs is told that it ends; connections that do not end by themselves are cut."""
+        if self.engine is not None:
+            self._front.draining = True
+            self.engine.stop()
+        deadline = time.monotonic() + _FLUSH_S
+        while self._front.num_inside and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for connection in list(self.server_state.connections):
+            connection.transport.close()  # once all has been written
+        await asyncio.sleep(0.1)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await super().shutdown(sockets)
+
+
+def _load(config: EngineConfig) -> Serving:
+    from jaxkv.startup import start_engine
+
+    with ConsoleProgress() as progress:
+        started = start_engine(config, progress=progress)
+    return Serving(
+        engine=AsyncEngine(
+            started.engine,
+            started.tokenizer,
+            max_num_queued_reqs=_MAX_QUEUED.value,
+            request_timeout=_REQUEST_TIMEOUT.value or None,
+        ),
+        tokenizer=started.tokenizer,
+        model_names=tuple(name for name in (_NAMES.value or "").split(",") if name) or (started.name,),
+        vocab_size=started.model_config.vocab_size,
+        max_model_len=started.config.max_model_len,
+        max_logprobs=started.config.max_logprobs,
+        cache_config=cache_config_labels(started.config),
+    )
+
+
+def _exit(code: int) -> None:
+    """At once, whatever runs."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
+
+
+def _allow_many_connections() -> None:
+    """Each open request is an open file, of which many systems allow a process 1,024 until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """Before loading: a port in use should not cost a minute."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _STALLED_S)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
@@ -150,8 +245,8 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _curl(url: str, name: str) -> str:
-    key = " -H 'authorization: Bearer KEY'" if _API_KEY.value else ""
+def _curl(url: str, name: str, with_key: bool) -> str:
+    key = " -H 'authorization: Bearer KEY'" if with_key else ""
     return (
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "max_tokens": 64, "temperature": 0,'

@@ -1,6 +1,5 @@
 """The OpenAI-compatible HTTP application."""
 
-import hmac
 import time
 import uuid
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jaxkv
 from jaxkv.core.errors import RequestError
@@ -25,31 +23,6 @@ from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
 from jaxkv.server.serving import Serving
 from jaxkv.server.streaming import EventStream, gathered
 
-
-class _ApiKey:
-    """Asks for `Authorization: Bearer KEY` for all that computes or changes something; what monitors read is open."""
-
-    _OPEN = ("/health", "/ping", "/version", "/metrics", "/load")
-
-    def __init__(self, app: ASGIApp, key: str):
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._OPEN and scope["method"] != "OPTIONS":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            # Constant time, so that the answer's delay tells nothing of the key.
-            if not hmac.compare_digest(given, self._expected):
-                response = errors.error_response(
-                    "A valid API key is needed: send the header 'Authorization: Bearer KEY'.",
-                    401,
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 _GENERATED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "OpenAI's object; with `stream`, server-sent events of chunks, then `data: [DONE]`",
@@ -58,20 +31,14 @@ _GENERATED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
-    """The application for one running engine.
-
-    Args:
-      api_key: what clients must send as a bearer token; None lets everyone in.
-    """
+def create_app(serving: Serving) -> FastAPI:
+    """The application for one running engine; `limits.guard` is what belongs in front of it."""
     engine = serving.engine
     app = FastAPI(
         title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False,
         responses=errors.DOCUMENTED,
     )  # fmt: skip
     errors.install(app)
-    if api_key is not None:
-        app.add_middleware(_ApiKey, key=api_key)
 
     @app.head("/health", include_in_schema=False)
     @app.head("/ping", include_in_schema=False)
@@ -83,7 +50,11 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
         return Response(status_code=200)
 
     registry = metrics_registry(
-        lambda: engine.snapshot, serving.model_names[0], serving.max_model_len, serving.cache_config
+        lambda: engine.snapshot,
+        serving.model_names[0],
+        serving.max_model_len,
+        serving.cache_config,
+        lambda: engine.num_refused,
     )
 
     @app.head("/metrics", include_in_schema=False)
@@ -147,6 +118,7 @@ def create_app(serving: Serving, *, api_key: str | None = None) -> FastAPI:
 async def _generate(serving: Serving, body: GenerationRequest, http: Request, kind: type[Responses]) -> Response:
     serving.check_model(body.model)
     body.check()
+    serving.engine.check_room()  # before the work of tokenising
     prompts = await serving.prompts(body)
     response_id = f"{kind.id_prefix}-{body.request_id or uuid.uuid4().hex}"
     name = body.model or serving.model_names[0]

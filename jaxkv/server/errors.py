@@ -21,9 +21,13 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+# What clients should do next: not the same again where it took too long, and with time between where there is no room.
+_HEADERS = {408: {"x-should-retry": "false"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
 # Pydantic reports each arm of a union on its own; people want the union.
 _UNIONS = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
@@ -68,7 +72,7 @@ def error_response(
     # Messages quote what clients sent, which may hold lone surrogates: JSON cannot.
     message = message.encode("utf-8", "replace").decode()
     param = param if param is None else param.encode("utf-8", "replace").decode()
-    return json_response(error_body(message, status, param), status, headers)
+    return json_response(error_body(message, status, param), status, _HEADERS.get(status, {}) | (headers or {}))
 
 
 def exception_body(error: Exception) -> tuple[dict[str, Any], int]:

@@ -39,15 +39,20 @@ _HISTOGRAMS = (  # attribute of EngineStats, vLLM's name, help
 
 
 def metrics_registry(
-    snapshot: Callable[[], EngineSnapshot], model_name: str, max_model_len: int, cache_config: Mapping[str, str]
+    snapshot: Callable[[], EngineSnapshot],
+    model_name: str,
+    max_model_len: int,
+    cache_config: Mapping[str, str],
+    num_refused: Callable[[], int] = lambda: 0,
 ) -> CollectorRegistry:
     """What /metrics shows: the engine's counters, and memory, CPU time and open files of the process.
 
     Args:
-      snapshot: called once a scrape. cache_config: see `cache_config_labels`.
+      snapshot, num_refused: called once a scrape; requests that found the queue full never reach the engine.
+      cache_config: see `cache_config_labels`.
     """
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(snapshot, model_name, max_model_len, cache_config))
+    registry.register(_EngineCollector(snapshot, model_name, max_model_len, cache_config, num_refused))
     ProcessCollector(registry=registry)
     return registry
 
@@ -67,8 +72,9 @@ class _EngineCollector(Collector):
         model_name: str,
         max_model_len: int,
         cache_config: Mapping[str, str],
+        num_refused: Callable[[], int],
     ):
-        self._snapshot = snapshot
+        self._snapshot, self._num_refused = snapshot, num_refused
         self._labels = (model_name, _ENGINE)
         self._max_model_len = max_model_len
         self._cache_config = dict(cache_config)
@@ -114,6 +120,11 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:generation_tokens", "Tokens generated.", now.generated_tokens)
         finished = {reason.value: now.num_finished.get(reason, 0) for reason in FinishReason}
         yield self._counter("vllm:request_success", "Requests that ended, in any way.", finished, "finished_reason")
+        refused = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests that were refused unseen.", labels=("model_name", "reason")
+        )
+        refused.add_metric((self._labels[0], "max_num_queued_reqs"), self._num_refused())
+        yield refused
 
     def _own(self, now: EngineSnapshot) -> Iterator[Metric]:
         yield self._counter("jaxkv_prefix_cache_queried_tokens", "Looked up; hit and missed add up to it.", now.queried)

@@ -161,8 +161,8 @@ class CompletionResponses(Responses):
     def _shown(self, delta: TokenDelta) -> TokenDelta:
         if not self.body.echoes_only:
             return delta
-        return dataclasses.replace(
-            delta, token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
+        return delta._replace(
+            token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
         )
 
     def beginning(self, index: int) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,12 @@ ends its request."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
 import orjson
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxkv.async_engine import RequestStream
 from jaxkv.server.errors import exception_body, json_response
@@ -24,23 +25,54 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
     """Waits for all tokens. When the client disconnects first, the request is aborted and the answer goes nowhere."""
 
     async def gather() -> None:
-        async for delta in stream:
-            responses.add(delta)
+        while deltas := await stream.take():
+            for delta in deltas:
+                responses.add(delta)
+
+    if not await _while_connected(http.receive, stream, gather()):
+        return Response(status_code=499)
+    if responses.body.num_prompt_logprobs() is None:
+        return json_response(responses.whole())
+    # In another thread: writing them takes some 3 us a token of a prompt, of which there may be millions.
+    return await asyncio.to_thread(lambda: json_response(responses.whole()))
+
+
+class EventStream(Response):
+    """The request as server-sent events, one a token.
+
+    All events that are ready go out in one write: a step may bring several tokens, and each write of its own costs as
+    much as building five events. While the client does not read, events wait in the stream, which is bounded.
+    """
+
+    def __init__(self, stream: RequestStream, responses: Responses):
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._stream, self._responses = stream, responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_events() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with contextlib.aclosing(_events(self._stream, self._responses)) as batches:
+                async for events in batches:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": _DONE})
+
+        await _while_connected(receive, self._stream, send_events())
+
+
+async def _while_connected(receive: Receive, stream: RequestStream, work: Coroutine[None, None, None]) -> bool:
+    """Does the work to its end, or until the client has gone: then the stream is cancelled, and the answer is False."""
 
     async def disconnect() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(gather()), asyncio.create_task(disconnect())]
+    tasks = [asyncio.create_task(work), asyncio.create_task(disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            return Response(status_code=499)
-        tasks[0].result()
-        if responses.body.num_prompt_logprobs() is None:
-            return json_response(responses.whole())
-        # In another thread: writing them takes some 3 us a token of a prompt, of which there may be millions.
-        return await asyncio.to_thread(lambda: json_response(responses.whole()))
+        if done := tasks[0].done():
+            tasks[0].result()
+        return done
     finally:
         stream.cancel()
         for task in tasks:
@@ -49,30 +81,14 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
                 await task
 
 
-class EventStream(StreamingResponse):
-    """The request as server-sent events, one a token."""
-
-    def __init__(self, stream: RequestStream, responses: Responses):
-        self._stream = stream
-        super().__init__(
-            _events(stream, responses), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:  # also when the client has gone
-            self._stream.cancel()
-
-
 async def _events(stream: RequestStream, responses: Responses) -> AsyncIterator[bytes]:
-    body = responses.body
+    """Events that go out together."""
     try:
-        async for delta in stream:
-            for chunk in responses.chunks(delta):
-                yield _event(chunk)
-        if body.include_usage:
+        while deltas := await stream.take():
+            events = [_event(chunk) for delta in deltas for chunk in responses.chunks(delta)]
+            if events:
+                yield b"".join(events)
+        if responses.body.include_usage:
             yield _event(responses.usage_chunk())
     except Exception as error:  # the 200 has gone out, so the client can only be told inside the stream
         yield _event(exception_body(error)[0])
-    yield _DONE

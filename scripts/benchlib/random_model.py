@@ -36,12 +36,17 @@ def write_random_model(folder: Path, **fields: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A token a byte."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: i for i, text in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return tokenizer
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from benchlib.random_model import write_random_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUB = f"""
-import pathlib, runpy, sys, types
+import pathlib, runpy, sys, time, types
 tests = pathlib.Path({str(ROOT / "tests")!r})
 fake = runpy.run_path(str(tests / "fake_engine.py"))
 tokenizer = runpy.run_path(str(tests / "small_tokenizers.py"))["byte_level"]()
@@ -22,6 +22,8 @@ def start_engine(config, *, progress):
     if config.model == "missing":
         from jaxkv.core.errors import CheckpointError
         raise CheckpointError("--model=missing: no such file")
+    if config.model == "large":
+        time.sleep(2)
     progress.update("load", 1, 1)
     if config.model == "logged":
         from jaxkv.server import periodic_log

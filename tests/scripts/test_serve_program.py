@@ -1,8 +1,10 @@
 """scripts/serve.py as a process: ready line, signals, exit codes."""
 
+import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -85,20 +87,26 @@ def test_requests_in_progress_do_not_hold_up_the_end_for_long(program):
     assert process.returncode == 0 and time.monotonic() - begin < 15
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_requests_that_outlast_the_grace_period_are_told(program, stream):
-    process = program("serve.py", "--port=0")
-    url, _ = ready(process)
-    answer = []
-    body = {"prompt": "slowly", "stream": stream, "max_tokens": 200, "ignore_eos": True}
+def ask_slowly(url, answer, **body):
+    """Starts a request of 0.2 s a token in a thread; `answer` gets status and text."""
 
     def ask():
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        body_ = {"prompt": "slowly", "ignore_eos": True} | body
+        with httpx.stream("POST", f"{url}/v1/completions", json=body_, timeout=60) as response:
             answer.extend((response.status_code, response.read().decode()))
 
     client = threading.Thread(target=ask)
     client.start()
     time.sleep(1)
+    return client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_outlast_the_drain_timeout_are_told(program, stream):
+    process = program("serve.py", "--port=0", "--drain_timeout=1.5")
+    url, _ = ready(process)
+    answer = []
+    client = ask_slowly(url, answer, max_tokens=200, stream=stream)
     process.terminate()
     _, err = process.communicate(timeout=30)
     client.join(10)
@@ -106,3 +114,105 @@ def test_requests_that_outlast_the_grace_period_are_told(program, stream):
     status, text = answer
     assert status == (200 if stream else 503) and "shut down" in text, text[-300:]
     assert not stream or text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_running_requests_finish_and_begins_no_others(program, number):
+    process = program("serve.py", "--port=0")
+    url, _ = ready(process)
+    answer = []
+    client = ask_slowly(url, answer, max_tokens=12)
+    process.send_signal(number)
+    time.sleep(0.3)
+    assert httpx.get(f"{url}/health").status_code == 503 and httpx.get(f"{url}/version").status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+    assert "shutting down" in refused.json()["error"]["message"]
+    client.join(20)
+    status, text = answer
+    assert status == 200 and '"completion_tokens":12' in text
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(program, number):
+    process = program("serve.py", "--port=0")
+    url, _ = ready(process)
+    client = threading.Thread(target=lambda: pytest.raises(httpx.HTTPError, ask_slowly_alone, url))
+    client.start()
+    time.sleep(1)
+    process.send_signal(number)
+    time.sleep(0.5)
+    assert process.poll() is None  # it waits for the request
+    process.send_signal(number)
+    process.wait(timeout=2)
+    assert process.returncode == 128 + number
+    client.join(10)
+
+
+def ask_slowly_alone(url):
+    httpx.post(f"{url}/v1/completions", json={"prompt": "slowly", "max_tokens": 200, "ignore_eos": True}, timeout=60)
+
+
+def test_it_answers_while_the_model_loads(program):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = program("serve.py", f"--port={port}", "large")
+    url = f"http://127.0.0.1:{port}"
+    seen = []
+    while not seen or seen[-1] != 200:
+        try:
+            response = httpx.get(f"{url}/health")
+            seen.append(response.status_code)
+            if seen[-1] == 503:
+                assert "still loading" in response.json()["error"]["message"]
+                assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code in (503, 200)
+        except httpx.ConnectError:
+            assert not seen and process.poll() is None, "it answered before"
+        time.sleep(0.1)
+    assert seen[0] == 503 and seen.count(503) >= 5
+
+
+def test_a_signal_while_loading_ends_it_at_once(program):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = program("serve.py", f"--port={port}", "large")
+    while True:
+        try:
+            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+            break
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    process.terminate()
+    begin = time.monotonic()
+    assert process.wait(timeout=10) == 0 and time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("given", ["flag", "environment"])
+def test_several_api_keys_none_of_them_logged(program, monkeypatch, given):
+    keys = "first-secret,second-secret"
+    if given == "environment":
+        monkeypatch.setenv("JAXKV_API_KEY", keys)
+    process = program("serve.py", "--port=0", "--log_level=debug", *(["--api-key", keys] if given == "flag" else []))
+    url, lines = ready(process)
+    for key, status in (("first-secret", 200), ("second-secret", 200), (keys, 401), ("first", 401), ("x", 401)):
+        assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
+    process.terminate()
+    out, err = process.communicate(timeout=20)
+    assert "secret" not in "".join(lines) + out + err and process.returncode == 0
+
+
+def test_connections_end_when_a_client_reads_nothing_for_a_minute():
+    """Here only that the system is told; tests/server shows what comes of it."""
+    code = f"""
+import runpy, socket
+bind = runpy.run_path({str(pathlib.Path(__file__).parents[2] / "scripts" / "serve.py")!r})["_bind"]
+listener = bind("127.0.0.1", 0)
+client = socket.create_connection(listener.getsockname())
+print(listener.accept()[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("60000\n", "")

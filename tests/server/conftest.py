@@ -14,6 +14,8 @@ import uvicorn
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.server.app import create_app
+from jaxkv.server.http_protocol import BoundedHead
+from jaxkv.server.limits import Front, guard
 from jaxkv.server.serving import Serving
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -27,9 +29,10 @@ class Running:
 
     Attributes:
       engine: the FakeEngine, unless another is given. text: what each request's output is, unless `script` is replaced.
+      limits: keywords of AsyncEngine. guards: keywords of `guard`.
     """
 
-    def __init__(self, tokenizer, api_key=None, text="Hello 👋 wörld!", engine=None, **engine_options):
+    def __init__(self, tokenizer, text="Hello 👋 wörld!", engine=None, limits=None, guards=None, **engine_options):
         self.tokenizer = tokenizer
         self.script = lambda request: (
             [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500
@@ -37,7 +40,7 @@ class Running:
         self.engine = engine or FAKE["FakeEngine"](
             lambda request: self.script(request), eos=(tokenizer.eos_token_id,), **engine_options
         )
-        self.async_engine = AsyncEngine(self.engine, tokenizer)
+        self.async_engine = AsyncEngine(self.engine, tokenizer, **(limits or {}))
         self.serving = Serving(
             engine=self.async_engine, tokenizer=tokenizer, model_names=("fake", "alias"),
             vocab_size=tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN, max_logprobs=5,
@@ -46,7 +49,9 @@ class Running:
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(create_app(self.serving, api_key=api_key), log_level="warning", ws="none")
+        self.front = Front(create_app(self.serving))
+        app = guard(self.front, **({"max_body_bytes": 16 * 2**20} | (guards or {})))
+        config = uvicorn.Config(app, http=BoundedHead, log_level="warning", ws="none", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._listener])), daemon=True
@@ -92,9 +97,15 @@ def sentencepiece():
 
 @pytest.fixture
 def serve(byte_level):
-    """serve(tokenizer=, api_key=, text=, tokens_per_step=, ...) -> Running; ended with the test."""
+    """serve(tokenizer=, text=, limits=, guards=, tokens_per_step=, ...) -> Running; ended with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda tokenizer=byte_level, **options: stack.enter_context(Running(tokenizer, **options))
+
+
+@pytest.fixture(scope="session")
+def running():
+    """The class, for servers of another scope."""
+    return Running
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +118,3 @@ def server(byte_level):
 @pytest.fixture(scope="session")
 def until():
     return wait_until
-
-
-@pytest.fixture(scope="session")
-def running():
-    """The class itself, for servers of another scope."""
-    return Running

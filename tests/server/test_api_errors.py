@@ -257,7 +257,7 @@ def test_tokenize_needs_one_input(server):
 
 
 def test_api_key(serve):
-    server = serve(api_key="sekret")
+    server = serve(guards={"api_keys": ["sekret"]})
     for headers in (
         {},
         {"authorization": "Bearer no"},

@@ -119,7 +119,9 @@ class Values:
         for family in parsed(text).values():
             for sample in family.samples:
                 labels = dict(sample.labels)
-                if not family.name.startswith("process_") and family.name != "vllm:cache_config_info":
+                if family.name == "vllm:admission_rejections":  # vLLM's has no engine
+                    assert labels.pop("model_name") == model_name
+                elif not family.name.startswith("process_") and family.name != "vllm:cache_config_info":
                     assert (labels.pop("model_name"), labels.pop("engine")) == (model_name, "0"), sample
                 self.samples[sample.name, tuple(sorted(labels.items()))] = sample.value
 
@@ -156,6 +158,9 @@ def test_names_types_and_labels(sim_server):
     expected |= {f"jaxkv_{name}": value for name, value in OURS.items()}
     config = families.pop("vllm:cache_config_info")
     assert config.type == "gauge" and [sample.value for sample in config.samples] == [1]
+    refused = families.pop("vllm:admission_rejections")
+    assert refused.type == "counter"
+    assert [sample.labels for sample in refused.samples] == [{"model_name": "fake", "reason": "max_num_queued_reqs"}]
     engine_families = {name: family for name, family in families.items() if not name.startswith("process_")}
     assert {name: family.type for name, family in engine_families.items()} == {n: t for n, (t, _) in expected.items()}
     for name, family in engine_families.items():
@@ -372,7 +377,7 @@ def test_metrics_answer_while_a_step_takes_long_and_after_a_failure(serve, until
 
 
 def test_metrics_need_no_key(serve):
-    server = serve(api_key="secret")
+    server = serve(guards={"api_keys": ["secret"]})
     assert server.http.get("/metrics").status_code == server.http.get("/load").status_code == 200
     for method, path in (("POST", "/reset_prefix_cache"), ("GET", "/tokenizer_info"), ("GET", "/v1/models")):
         assert server.http.request(method, path).status_code == 401

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 import threading
 import time
 
@@ -10,7 +11,8 @@ import httpx
 import pytest
 
 from jaxkv.async_engine import AsyncEngine, EngineFailedError
-from jaxkv.core.request import FinishReason, Request, SamplingParams
+from jaxkv.core.errors import RequestError
+from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -46,6 +48,38 @@ def test_a_disconnect_aborts_all_sequences(serve, until, stream, after_first_tok
     assert set(server.engine.aborted) == {request.request_id for request in server.engine.added}
     assert server.async_engine.num_running == 0
     assert server.http.get("/health").status_code == 200
+
+
+def test_a_client_that_stops_reading_is_dropped(serve, until):
+    """Its connection ends when the system has had nothing read for the user timeout (here 1 s), and with it its request."""
+    server = serve(tokens_per_step=50)
+    server.script = lambda request: [10] * 1_000_000
+    server.serving.__dict__["max_model_len"] = 1_000_000
+    server._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000)
+    connection = start_request(server, {"prompt": "x", "n": 2, "max_tokens": 500_000, "stream": True})
+    begin = time.monotonic()
+    until(lambda: len(server.engine.aborted) == 2)
+    until(lambda: server.front.num_inside == 0)
+    assert time.monotonic() - begin < 10 and server.async_engine.num_running == 0
+    assert server.http.get("/health").status_code == 200
+    connection.close()
+
+
+def test_disconnects_in_the_middle_of_streams_are_silent(serve, until, caplog):
+    """No "socket.send() raised exception" from writing on to a connection that is gone, no traceback."""
+    server = serve(tokens_per_step=8, step_seconds=0.002)
+    server.script = lambda request: [10] * 100_000
+    for _ in range(3):
+        body = {"prompt": "x", "n": 4, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        connections = [start_request(server, body) for _ in range(20)]
+        for connection in connections:
+            assert connection.recv(1000)
+            # Unread data at a close: the other side gets a reset, in the middle of its writing.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        until(lambda: server.front.num_inside == 0)
+    until(lambda: server.async_engine.num_running == 0)
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_the_server_answers_while_a_step_takes_long(serve, until):
@@ -113,7 +147,7 @@ def test_an_engine_failure_ends_requests_clearly_and_flips_health(serve, until, 
         error = response.json()["error"]
         assert response.status_code == 503
     assert error["code"] == 503 and "ValueError: the device is on fire" in error["message"]
-    until(lambda: failures == [1])
+    until(lambda: failures == [1])  # told last
     assert server.http.get("/health").status_code == 503
     assert server.post("/v1/completions", prompt="x").status_code == 503
 
@@ -124,8 +158,6 @@ def test_a_request_that_ends_in_error_says_so(serve):
     def fail():
         server.engine.failed = "RuntimeError: no memory"
         request_id = server.engine.added[-1].request_id
-        from jaxkv.core.request import RequestOutput
-
         return [RequestOutput(request_id, (), FinishReason.ERROR, error="RuntimeError: no memory")]
 
     server.engine.step = fail
@@ -207,6 +239,40 @@ def test_requests_still_in_the_inbox_at_shutdown_are_told(byte_level, serve):
                 pass
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_what_is_not_read_is_bounded(serve, until):
+    server = serve(tokens_per_step=1000)
+    server.script = lambda request: [10] * 10**6
+
+    async def main():
+        stream = await server.async_engine.submit([request("a", max_tokens=None)])
+        while not server.engine.aborted:
+            await asyncio.sleep(0.01)
+        seen = []
+        with pytest.raises(RequestError, match="16385 tokens wait to be read") as error:
+            while deltas := await stream.take():
+                seen += deltas
+        assert error.value.status == 408
+        return seen
+
+    assert len(asyncio.run(main())) == 16_385
+    until(lambda: server.async_engine.num_running == 0)
+
+
+def test_take_brings_all_that_has_come(serve):
+    server = serve(tokens_per_step=4)
+    server.script = lambda request: [10] * 100
+
+    async def main():
+        stream = await server.async_engine.submit([request("a", max_tokens=10)])
+        lengths = []
+        while deltas := await stream.take():
+            lengths.append(len(deltas))
+        assert not await stream.take()
+        return lengths
+
+    assert sum(asyncio.run(main())) == 10
 
 
 def test_cancelling_a_stream_aborts_once(serve, until):
