@@ -1,7 +1,6 @@
 """Builds the OpenAI API's response objects, whole ones and stream chunks, from token deltas."""
 
 import abc
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -161,9 +160,7 @@ class CompletionResponses(Responses):
     def _shown(self, delta: TokenDelta) -> TokenDelta:
         if not self.body.echoes_only:
             return delta
-        return delta._replace(
-            token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
-        )
+        return delta._replace(token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None)
 
     def beginning(self, index: int) -> Iterator[dict[str, Any]]:
         if self.body.echo or self.body.return_token_ids:

@@ -85,9 +85,7 @@ async def _events(stream: RequestStream, responses: Responses) -> AsyncIterator[
     """Events that go out together."""
     try:
         while deltas := await stream.take():
-            events = [_event(chunk) for delta in deltas for chunk in responses.chunks(delta)]
-            if events:
-                yield b"".join(events)
+            yield b"".join([_event(chunk) for delta in deltas for chunk in responses.chunks(delta)])
         if responses.body.include_usage:
             yield _event(responses.usage_chunk())
     except Exception as error:  # the 200 has gone out, so the client can only be told inside the stream

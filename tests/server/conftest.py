@@ -102,12 +102,6 @@ def serve(byte_level):
         yield lambda tokenizer=byte_level, **options: stack.enter_context(Running(tokenizer, **options))
 
 
-@pytest.fixture(scope="session")
-def running():
-    """The class, for servers of another scope."""
-    return Running
-
-
 @pytest.fixture(scope="module")
 def server(byte_level):
     """One server for tests that leave it as it was."""
@@ -118,3 +112,9 @@ def server(byte_level):
 @pytest.fixture(scope="session")
 def until():
     return wait_until
+
+
+@pytest.fixture(scope="session")
+def running():
+    """The class itself, for servers of another scope."""
+    return Running

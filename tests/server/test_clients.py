@@ -104,7 +104,7 @@ def test_openai_error_classes(client, running, byte_level):
         client.chat.completions.create(model="demo", messages=QUESTION, response_format={"type": "json_object"})
     with pytest.raises(openai.BadRequestError, match="not valid JSON|JSON object"):
         client.post("/completions", body="{", cast_to=object)
-    with running(byte_level, api_key="right") as fake:
+    with running(byte_level, guards={"api_keys": ["right"]}) as fake:
         wrong = openai.OpenAI(base_url=fake.url + "/v1", api_key="wrong", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             wrong.completions.create(model="fake", prompt="x")

@@ -281,7 +281,8 @@ def test_draining_finishes_what_runs_and_begins_nothing(serve, until):
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
             assert "shutting down" in error_of(server.http.request(method, path), 503)["message"]
         assert server.http.get("/version").status_code == server.http.get("/v1/models").status_code == 200
-        assert server.front.num_inside == 1
+        until(lambda: server.front.num_inside == 1)
         server.engine.gate.set()
         assert answer.result(10).json()["choices"][0]["finish_reason"] == "stop"
-    assert server.front.num_inside == 0 and len(server.engine.added) == 1
+    until(lambda: server.front.num_inside == 0)
+    assert len(server.engine.added) == 1

