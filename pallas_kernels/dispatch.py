@@ -17,7 +17,7 @@ ALL = ("pallas_triton", "pallas_triton_interpreted", "xla", "reference")
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_TRITON_BLOCK, _MOST_GROUP = 16, 16
 _MOST_HEAD_DIM = 256
-# Products of float32 in three parts need so many registers that prefill spills from here on: 16 to 400 bytes a thread at
+# Products of float32 in three parts need so many registers that prefill spills from here on: 16 to 676 bytes a thread at
 # 256, whatever the tile (JAX 0.10.2, A100 and H200).
 _MOST_HEAD_DIM_FLOAT32 = 128
 

@@ -20,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -238,14 +239,17 @@ def _own_server(report: measurement.Report) -> Iterator[str]:
     given = [flags.FLAGS[name].serialize() for name in names if flags.FLAGS[name].present]
     command = [sys.executable, str(_ROOT / "scripts" / "serve.py"), "--port=0", "--log_level=warning", *given]
     report.console.print(f"starting {' '.join(command[1:])} ...", highlight=False, markup=False)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline()
-            if not (ready := re.match(r"jaxkv is ready: (\S+)", line)):
-                raise ConfigError(f"the server did not start: {process.stderr.read().strip()[-500:]}")
-            yield ready[1]
-        finally:
-            process.terminate()
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop a server with much to say
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            try:
+                line = process.stdout.readline()
+                if not (ready := re.match(r"jaxkv is ready: (\S+)", line)):
+                    process.wait()
+                    log.seek(0)
+                    raise ConfigError(f"the server did not start: {log.read().strip()[-500:]}")
+                yield ready[1]
+            finally:
+                process.terminate()
 
 
 def _save(result: dict[str, Any]) -> None:

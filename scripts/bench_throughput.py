@@ -15,6 +15,7 @@ stands for --dtype.
 import dataclasses
 import gc
 import statistics
+import time
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ define_engine_flags(enable_prefix_caching=False)
 # What float32 must reach against transformers' generate at the acceptance setting, by batch size.
 _DECODE_TARGETS = {1: 1.3, 8: 1.6, 16: 1.6}
 _PREFILL_TARGET = 1.0
+
+# Threads of the one before may go on spinning for a while (torch's: 0.2 s, felt as 2 to 4 % of a prefill of 512).
+_SETTLE_S = 0.5
 
 Key = tuple[str, str]
 """A contender's name and dtype."""
@@ -150,6 +154,7 @@ def _take_turns(
         prompts = rng.integers(3, vocab_size, (work.batch, work.prompt_len)).tolist()
         for (name, dtype), contender in contenders.items():
             gc.collect()  # one's garbage is not collected in another's turn
+            time.sleep(_SETTLE_S)
             timing = contender.generate(prompts, work.output_len)
             if run > 0:  # the first warms up
                 timings[name, dtype].append(timing)

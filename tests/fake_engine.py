@@ -4,7 +4,7 @@ import dataclasses
 import threading
 import time
 
-from jaxkv.control.validation import check_request, checked_sampling
+from jaxkv.control.validation import checked_request
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
@@ -42,9 +42,7 @@ class FakeEngine:
         if request.request_id in self._live:
             raise RequestError("request id in use")
         if self.limits is not None:
-            check_request(request)
-            sampling = checked_sampling(request.sampling, request.prompt_token_ids, **self.limits, clip=True)
-            request = dataclasses.replace(request, sampling=sampling)
+            request = checked_request(request, **self.limits)
         if request.cache_salt == "refuse":
             raise RequestError("refused by the engine: salt", param="cache_salt")
         for sequence in request.sequences():

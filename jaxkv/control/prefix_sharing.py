@@ -118,15 +118,10 @@ class PrefixSharing:
 
     def gain_of_waiting(self, state: RequestState, hit: PrefixHit) -> int:
         """Tokens that the hit would have more in the next plan: the head of a block that this one writes."""
-        if (
-            not self._new_heads
-            or not self._share_partial
-            or hit.num_unused_tokens
-            or _running_parent(state) is not None
-        ):
-            return 0
-        heads = self._new_heads.get(state.parent_hash(len(hit.blocks)))
-        if heads is None:
+        if not self._share_partial or state.needs_prompt_logits or _running_parent(state) is not None:
+            return 0  # it copies nothing, or from its parent
+        heads = self._new_heads and self._new_heads.get(state.parent_hash(len(hit.blocks)))
+        if not heads:
             return 0
         start = hit.num_full_tokens
         tokens = token_bytes(state.token_ids[start : min(start + self._block_size, len(state.token_ids) - 1)])

@@ -32,21 +32,19 @@ from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result
 from jaxkv.control.lookahead import LookAhead
+from jaxkv.control.preemption import choose_victim
 from jaxkv.control.prefix_groups import PrefixGroups
 from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.control.state_checks import check_states
-from jaxkv.control.validation import check_request, checked_sampling
+from jaxkv.control.validation import checked_request
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-# The cheapest request may be the victim so often before others take their turns.
-_PREEMPTIONS_IN_A_ROUND = 2
 
 
 class Scheduler:
@@ -92,9 +90,7 @@ class Scheduler:
         Raises:
           RequestError: it can never be served, or an id is in use. Then nothing of it is queued.
         """
-        check_request(request)
-        sampling = self._checked_sampling(request.sampling, request.prompt_token_ids)
-        first, *others = dataclasses.replace(request, sampling=sampling).sequences()
+        first, *others = self._checked(request).sequences()
         self._check_ids([first.request_id, *[other.request_id for other in others]])
         parent = new_request_state(first, self.limits, self.config, self._num_arrivals, now)
         self._enqueue(parent)
@@ -113,26 +109,23 @@ class Scheduler:
                 status=404,
             )  # fmt: skip
         request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
-        check_request(request)
-        sampling = self._checked_sampling(sampling, request.prompt_token_ids)
-        if sampling.prompt_logprobs is not None:
+        request = self._checked(request)
+        if request.sampling.prompt_logprobs is not None:
             raise RequestError(
                 "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
             )
         self._check_ids([request_id])
-        request = dataclasses.replace(request, sampling=sampling)
         state = new_request_state(request, self.limits, self.config, self._num_arrivals, now, parent)
         self._enqueue(state)
         return tuple(state.token_ids[state.num_prompt_tokens :])
 
-    def _checked_sampling(self, sampling: SamplingParams, prompt: tuple[int, ...]) -> SamplingParams:
-        return checked_sampling(
-            sampling,
-            prompt,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.limits.max_model_len,
-            max_logprobs=self.config.max_logprobs,
-            clip=True,
+    def _checked(self, request: Request) -> Request:
+        config, limits = self.config, self.limits
+        return checked_request(
+            request,
+            vocab_size=config.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_logprobs=config.max_logprobs,
         )
 
     def _check_ids(self, request_ids: list[str]) -> None:
@@ -291,22 +284,13 @@ class Scheduler:
         return decoding, remaining
 
     def _make_room(self, needer: RequestState) -> bool:
-        """Preempt the cheapest request of a worse rank; failing that the needer itself, then False.
-
-        Cheapest: fewest blocks that nobody else shares, since only they must be computed again; of equals the newest. But
-        nobody is preempted a third time more while there is another that has been less often.
+        """Preempt a request of a worse rank; failing that the needer itself, then False.
 
         Preemptions are bounded: each gives a block to an elder that grows, and no victim comes back before there is room
         for it and a block more for every running row. So there are fewer than blocks that decoding fills.
         """
         worse = self.running[bisect.bisect_right(self.running, needer.rank, key=lambda state: state.rank) :]
-        exclusive = [self.blocks.num_exclusive(state.blocks) for state in worse]
-        victims = [
-            (worse[place].num_preemptions // _PREEMPTIONS_IN_A_ROUND, count, -place)
-            for place, count in enumerate(exclusive)
-            if count > 0
-        ]
-        victim = worse[-min(victims)[2]] if victims else needer
+        victim = choose_victim(worse, self.blocks) or needer
         self._preempt(victim)
         return victim is not needer
 

@@ -91,11 +91,11 @@ def checked_sampling(
     return dataclasses.replace(params, temperature=temperature, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias)
 
 
-def check_request(request: Request) -> None:
-    """Refuses what is no request at all: fields of a wrong type. Sampling has a check of its own.
+def checked_request(request: Request, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> Request:
+    """The same request, ready for the device; its output is cut at max_model_len.
 
     Raises:
-      RequestError: naming the field.
+      RequestError: naming the field, its value and what is allowed.
     """
     for name, ok, wanted in (
         ("request_id", isinstance(request.request_id, str), "a string"),
@@ -108,6 +108,15 @@ def check_request(request: Request) -> None:
         if not ok:
             value = repr(getattr(request, name))
             raise RequestError(f"{name} is {value[:100]}; it must be {wanted}", param=name)
+    sampling = checked_sampling(
+        request.sampling,
+        request.prompt_token_ids,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        max_logprobs=max_logprobs,
+        clip=True,
+    )
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def _checked_bias(

@@ -42,6 +42,14 @@ def test_a_request_waits_for_a_copy_once_and_nobody_for_a_trifle():
     assert chunks(plan) == [("d", 26, 9, True)]
 
 
+def test_a_request_that_may_copy_nothing_does_not_wait():
+    """Prompt log-probabilities need the whole prompt computed."""
+    scheduler = make(block_size=16, num_blocks=100, max_num_batched_tokens=512)
+    add(scheduler, "a", list(range(40)))
+    add(scheduler, "b", [*range(10), *[100] * 30], prompt_logprobs=1)
+    assert chunks(scheduler.schedule()) == [("a", 0, 40, True), ("b", 0, 40, True)]
+
+
 def test_an_early_request_keeps_its_row_and_its_blocks():
     """16 usable blocks of 4: "a" takes 6, "b" waits and needs 5 of its own, so there is no room for "c" beside them."""
     limits = dict(num_blocks=17, block_size=4, max_num_seqs=3, max_prefill_seqs=3, max_num_batched_tokens=64)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxkv.control.validation import check_request, checked_sampling
+from jaxkv.control.validation import checked_request, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request, SamplingParams
 
@@ -78,7 +78,7 @@ GOOD = Request("a", (1, 2), SamplingParams())
     ],
 )  # fmt: skip
 def test_fields_of_a_request_are_checked_by_type(name, value):
-    check_request(GOOD)
+    assert checked_request(GOOD, **LIMITS) == GOOD
     with pytest.raises(RequestError, match=f"^{name} is") as error:
-        check_request(dataclasses.replace(GOOD, **{name: value}))
+        checked_request(dataclasses.replace(GOOD, **{name: value}), **LIMITS)
     assert error.value.param == name

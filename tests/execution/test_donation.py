@@ -48,6 +48,14 @@ def test_no_step_converts_the_pool(kind, bucket, dtype, kv_dtype):
     assert memory.temp_size_in_bytes < cache_bytes / 20
 
 
+@pytest.mark.parametrize("kind, bucket", [("prefill", 64), ("decode", 4)])
+def test_no_step_copies_or_converts_the_embedding(kind, bucket):
+    """16-bit floats again: XLA:CPU has no gather of them."""
+    config = parse(tiny_config(vocab_size=30_011, num_hidden_layers=1, hidden_size=512))
+    programs = make_programs(config, dtype="bfloat16", num_blocks=33)
+    assert programs.lower(kind, bucket).compile().memory_analysis().temp_size_in_bytes < 30_011 * 512 * 2
+
+
 def test_decode_state_is_updated_in_place():
     memory, _ = analysis("update", None, **SMALL)
     table_bytes = 5 * (512 // 16) * 4
