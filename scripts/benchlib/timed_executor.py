@@ -71,12 +71,14 @@ class TimedExecutor:
         self._read = (call.read, time.thread_time())
 
     def steady_calls(self) -> list[tuple[Call, float]]:
-        """Decode-only calls between two like them, each with the seconds from the read before it to its own read."""
+        """Decode-only calls between two like them, each with the seconds between the two reads that it was submitted
+        between: its host time lies within them, with one call in flight or two."""
         steady = []
         for before, call, after in zip(self.calls, self.calls[1:], self.calls[2:], strict=False):
             shapes = {(c.num_steps, c.decode_rows, c.prefill_tokens) for c in (before, call, after)}
             if len(shapes) == 1 and call.num_steps and call.host_seconds is not None:
-                steady.append((call, call.read - before.read))
+                next_read = before.read if before.read > call.submitted else call.read
+                steady.append((call, next_read - call.read_before))
         return steady
 
 

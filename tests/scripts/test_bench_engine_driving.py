@@ -101,7 +101,9 @@ def test_calls_are_noted_with_what_the_host_did_before():
     assert 0 <= calls[3].host_cpu_seconds and 0 < calls[3].host_seconds
     steady = executor.steady_calls()
     assert [call for call, _ in steady] == calls[2:4]
-    assert [seconds for _, seconds in steady] == [calls[2].read - calls[1].read, calls[3].read - calls[2].read]
+    # The third was submitted with the second in flight, between the reads of the first and the second.
+    assert [seconds for _, seconds in steady] == [calls[1].read - calls[0].read, calls[3].read - calls[2].read]
+    assert all(0 < call.host_seconds < seconds for call, seconds in steady)
 
 
 class Engine:
