@@ -367,7 +367,8 @@ class AsyncEngine:
     def _deliver_one(self, running: _Running, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
             self._leave(output.request_id)
-            self._tell(running, EngineFailedError(output.error or "the engine failed"))
+            error = RequestError if self._engine.failed is None else EngineFailedError
+            self._tell(running, error(output.error or "the engine failed"))
             return
         # A step brings several tokens; each goes out alone, so that streams tell every token's own time and text.
         tokens = [output.token_ids[i : i + 1] for i in range(len(output.token_ids))]

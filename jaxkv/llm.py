@@ -29,6 +29,7 @@ class SequenceOutput:
       token_ids: the output's tokens, the stop token included.
       stop_reason: the stop string or the id out of stop_token_ids that ended it, or None.
       logprobs: one entry a token, if asked for.
+      error: why it could not go on, where finish_reason is ERROR: a grammar that became too complex.
     """
 
     text: str
@@ -36,6 +37,7 @@ class SequenceOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs, ...] | None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _Running:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: str | None = None
 
     def take(self, output: RequestOutput) -> TextDelta:
         delta = self.output_text.feed(output.token_ids, output.finish_reason, output.stop_token_id)
@@ -105,6 +108,7 @@ class _Running:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+            error=self.error,
         )
 
 
@@ -278,7 +282,8 @@ class LLM:
         added: dict[str, _Running] = {}
         try:
             for (text, ids), sampling in zip(prompts, params, strict=True):
-                request = Request(f"offline-{next(self._ids)}", ids, sampling)
+                constraint = self.started.constraints.compile(sampling)
+                request = Request(f"offline-{next(self._ids)}", ids, sampling, constraint=constraint)
                 self.started.engine.add(request)
                 for sequence in request.sequences():
                     added[sequence.request_id] = _Running(text, sequence, OutputText(self.tokenizer, sampling, ids))
@@ -319,7 +324,9 @@ class LLM:
             if running is None:  # aborted, or its text has reached a stop string
                 continue
             if output.finish_reason is FinishReason.ERROR:
-                raise RuntimeError(f"the engine failed: {output.error}")
+                if engine.failed is not None:
+                    raise RuntimeError(f"the engine failed: {output.error}")
+                running.error = output.error
             delta = running.take(output)
             self._unread[output.request_id].append(delta)
             if delta.finish_reason is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
+from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.cascade_cost import ALWAYS, CascadeCost, gpu_cost
 from jaxkv.control.engine import Engine
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -40,6 +41,7 @@ class StartedEngine:
 
     Attributes:
       config: the settings with every None and "auto" resolved.
+      constraints: makes `Request.constraint`.
       name: the model's short name.
       warm_up: how many executables were built, how many of them out of the compilation cache, in what time.
       seconds: how long each stage of the start took; "load" runs beside "compile".
@@ -47,6 +49,7 @@ class StartedEngine:
 
     engine: Engine
     tokenizer: Tokenizer
+    constraints: ConstraintCompiler
     model_config: ModelConfig
     config: EngineConfig
     memory: MemoryPlan
@@ -111,6 +114,7 @@ def _start_engine(config: EngineConfig, progress: Progress | None) -> StartedEng
     return StartedEngine(
         built.engine,
         tokenizer,
+        ConstraintCompiler(tokenizer, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids),
         model_config,
         built.config,
         built.memory,

@@ -202,6 +202,7 @@ def _load(config: EngineConfig) -> Serving:
         vocab_size=started.model_config.vocab_size,
         max_model_len=started.config.max_model_len,
         max_logprobs=started.config.max_logprobs,
+        constraints=started.constraints,
         cache_config=cache_config_labels(started.config),
     )
 

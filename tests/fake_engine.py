@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import checked_request
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
@@ -17,7 +18,7 @@ class FakeEngine:
     Attributes:
       added, aborted, finished: what the frontend asked for, in order (requests, ids, ids).
       step_seconds: how long a step takes. gate: steps wait while it is cleared.
-      break_with: raised by the next step.
+      break_with: raised by the next step. dead_ends: requests with a constraint end with an error after so many tokens.
       limits: vocab_size, max_model_len and max_logprobs, by which requests are checked as the engine does; None: they are not.
     """
 
@@ -27,7 +28,7 @@ class FakeEngine:
         self.script, self.eos, self.tokens_per_step, self.step_seconds = script, eos, tokens_per_step, step_seconds
         self.failed = None
         self.added, self.aborted, self.finished = [], [], []
-        self.break_with = None
+        self.break_with = self.dead_ends = None
         self.gate = threading.Event()
         self.gate.set()
         self._live, self._news = {}, []
@@ -102,6 +103,10 @@ class FakeEngine:
             if sampling.prompt_logprobs is not None and done == len(new):
                 of_prompt = (None, *(TokenLogprobs(t, -0.25, 1) for t in request.prompt_token_ids[1:]))
             self._live[request_id] = (request, tokens, done)
+            if self.dead_ends is not None and request.constraint is not None and done >= self.dead_ends:
+                del self._live[request_id]
+                outputs.append(RequestOutput(request_id, (), FinishReason.ERROR, error="it became too complex"))
+                continue
             if reason is not None:
                 del self._live[request_id]
             outputs.append(
@@ -130,6 +135,7 @@ class FakeStarted:
 
     engine: FakeEngine
     tokenizer: object
+    constraints: ConstraintCompiler
     model_config: FakeModelConfig
     config: EngineConfig
     name: str = "fake"
@@ -141,4 +147,5 @@ def fake_started(engine, tokenizer, max_model_len=256):
     engine.limits = {
         "vocab_size": tokenizer.vocab_size, "max_model_len": max_model_len, "max_logprobs": config.max_logprobs
     }  # fmt: skip
-    return FakeStarted(engine, tokenizer, FakeModelConfig(tokenizer.vocab_size), config)
+    constraints = ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    return FakeStarted(engine, tokenizer, constraints, FakeModelConfig(tokenizer.vocab_size), config)

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "jaxkv.models": {"jaxkv.core", "pallas_kernels"},
     "jaxkv.loading": {"jaxkv.models", "jaxkv.tokenization", "jaxkv.core"},
     "jaxkv.tokenization": {"jaxkv.loading", "jaxkv.core"},
+    "jaxkv.constraints": {"jaxkv.control", "jaxkv.tokenization", "jaxkv.core"},
     "jaxkv.execution": {"jaxkv.control", "jaxkv.models", "jaxkv.core", "pallas_kernels"},
 }
 LOWER = {"pallas_kernels", *MAY_IMPORT}
@@ -33,7 +34,7 @@ MAY_IMPORT["jaxkv.server"] = LOWER | TOP
 
 # jax and what brings it along.
 JAX = {"jax", "jaxlib", "flax", "orbax", "chex"}
-NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.tokenization", "jaxkv.server"}
+NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.tokenization", "jaxkv.constraints", "jaxkv.server"}
 STANDARD_LIBRARY_ONLY = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation"}
 SOURCES = sorted((ROOT / "jaxkv").rglob("*.py")) + sorted((ROOT / "pallas_kernels").rglob("*.py"))
 

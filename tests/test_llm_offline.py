@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxkv.core.errors import ConfigError, RequestError
-from jaxkv.core.request import FinishReason, SamplingParams
+from jaxkv.core.request import FinishReason, SamplingParams, StructuredOutputs
 from jaxkv.llm import LLM
 
 FAKE = runpy.run_path(str(pathlib.Path(__file__).parent / "fake_engine.py"))
@@ -54,6 +54,25 @@ def test_outputs_come_in_the_order_of_prompts_however_long_they_run():
     prompts = ["x" * n for n in (30, 1, 20, 2, 10)]
     outputs = make().generate([*prompts, TOKENIZER.encode("ids")], LONG)
     assert [output.text for output in outputs] == [f"{prompt} done" for prompt in (*prompts, "ids")]
+
+
+def test_what_the_output_must_be_becomes_a_constraint():
+    llm = make()
+    wanted = SamplingParams(max_tokens=5, structured_outputs=StructuredOutputs(choice=("yes", "no")))
+    llm.generate(["a", "b"], [wanted, SamplingParams(max_tokens=5)])
+    limited, free = llm.started.engine.added
+    assert limited.constraint is not None and free.constraint is None
+    with pytest.raises(RequestError, match="structured_outputs.regex cannot be compiled"):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
+
+
+def test_one_that_cannot_go_on_says_so_and_the_others_end_well():
+    llm = make()
+    llm.started.engine.dead_ends = 3
+    wanted = SamplingParams(max_tokens=50, structured_outputs=StructuredOutputs(regex="[a-z]+"))
+    ended, well = llm.generate(["a", "b"], [wanted, LONG])
+    assert (ended.finish_reason, ended.outputs[0].error) == (FinishReason.ERROR, "it became too complex")
+    assert (well.text, well.outputs[0].error) == ("b done", None)
 
 
 def test_a_params_for_each_prompt_and_default_ones():

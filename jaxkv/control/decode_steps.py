@@ -9,6 +9,8 @@ from jaxkv.core.plan import StepTiming
 # A request that arrives waits for the two calls in flight. Where steps are so slow that calls are longer than this, C
 # hides nothing worth hiding: the host takes some 3 ms a call.
 SHARED_CALL_SECONDS = 0.2
+# What the host needs for a call, some 2 ms, and as much again to be behind by: calls this long hide it.
+HOST_CALL_SECONDS = 0.005
 
 
 def floor_power_of_two(n: int) -> int:
@@ -28,6 +30,7 @@ def adaptive_decode_steps(
     waiting: bool,
     num_rows: int,
     step_seconds: float,
+    host_chooses: bool = False,
 ) -> int:
     """C for the next call.
 
@@ -39,13 +42,16 @@ def adaptive_decode_steps(
         a place is filled as soon as it is free; a stop id costs at most C - 1 steps more.
       num_rows: rows that decode. step_seconds: what a step takes, 0 if unknown. From two rows on the server is shared,
         and more arrivals are likely: no call of several steps may outlast SHARED_CALL_SECONDS.
+      host_chooses: running rows get a mask from the host before each token, so one token in two calls: these are as
+        short as still hides the host, HOST_CALL_SECONDS.
     """
     if prefilling:
         return 1
     if waiting:
         largest = min(largest, least_remaining)
-    if num_rows > 1 and step_seconds * largest > SHARED_CALL_SECONDS:
-        largest = max(1, int(SHARED_CALL_SECONDS / step_seconds))
+    most_seconds = HOST_CALL_SECONDS if host_chooses else SHARED_CALL_SECONDS
+    if (num_rows > 1 or host_chooses) and step_seconds * largest > most_seconds:
+        largest = max(1, int(most_seconds / step_seconds))
     return floor_power_of_two(min(largest, ceil_power_of_two(most_remaining)))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxkv.control.request_state import RequestState, Status
-from jaxkv.core.plan import StepResult
+from jaxkv.core.plan import StepResult, TokenMask
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -47,3 +47,14 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
                 f"request {row.request_id} was to get {flight.num_sampled} tokens in step {step_id}, got {count} "
                 f"with {row.stopped=}"
             )
+
+
+def untold_masks(flights: Sequence[Flight]) -> tuple[TokenMask, ...]:
+    """Masks that the device needs before these parts of a plan; they count as told from here on."""
+    masks = []
+    for flight in flights:
+        choice = flight.state.choice
+        if choice is not None and flight.num_sampled and not choice.is_told:
+            choice.is_told = True
+            masks.append(TokenMask(flight.state.row, choice.mask))
+    return tuple(masks)

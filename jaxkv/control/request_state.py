@@ -9,10 +9,12 @@ from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.prefix_index import BlockHash, chain_hashes, root_hash, split_blocks
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.control.token_choice import TokenChoice
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import RequestMetrics
-from jaxkv.core.plan import Admission, DecodeRow, PrefillChunk, RowResult
+from jaxkv.core.plan import Admission, DecodeRow, Masking, PrefillChunk, RowResult, RowUpdate
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from jaxkv.core.token_constraint import ConstraintError
 
 
 class Status(enum.Enum):
@@ -58,6 +60,7 @@ class RequestState:
       has_waited_for_copy: it has been set aside for a plan, to copy the head of a block that was just being written.
       prefilled_in: id of the plan with the chunk of the last known token.
       group: the sequences that were asked for together.
+      choice: which tokens it may choose; None for any.
     """
 
     request: Request
@@ -90,6 +93,7 @@ class RequestState:
     has_waited_for_copy: bool = False
     prefilled_in: int = -1
     group: SequenceGroup = dataclasses.field(default_factory=SequenceGroup)
+    choice: TokenChoice | None = None
     num_preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -119,6 +123,11 @@ class RequestState:
         return self.max_total_tokens - len(self.token_ids) - self.num_sampled_in_flight
 
     @property
+    def awaits_masks(self) -> bool:
+        """Each of its tokens needs a mask, which hangs on the token before."""
+        return self.choice is not None and self.choice.masking is Masking.EACH_TOKEN
+
+    @property
     def needs_prompt_logits(self) -> bool:
         """Its prompt must be computed from the start: prompt log-probabilities are wanted and not all there yet."""
         missing = self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
@@ -130,11 +139,18 @@ class RequestState:
         return Admission(
             sampling=self.sampling,
             max_new_tokens=self.max_total_tokens - len(self.token_ids),
-            min_new_tokens=max(0, self.sampling.min_tokens - self.num_generated_tokens),
+            # A choice of tokens sees to it itself.
+            min_new_tokens=max(0, self.sampling.min_tokens - self.num_generated_tokens) if self.choice is None else 0,
             stop_ids=self.stop_ids,
+            masking=Masking.NONE if self.choice is None else self.choice.masking,
             prompt_token_ids=self.request.prompt_token_ids if history else (),
             output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if history else (),
         )
+
+    def untold_blocks(self) -> RowUpdate:
+        """Table entries that the device does not know yet; they count as told from here on."""
+        first, self.num_uploaded_blocks = self.num_uploaded_blocks, len(self.blocks)
+        return RowUpdate(self.row, first, tuple(self.blocks[first:]))
 
     def chunk(self, start: int, end: int) -> PrefillChunk:
         """Known tokens start to end. Prompt log-probabilities that were read before a preemption are not asked for."""
@@ -208,6 +224,27 @@ class RequestState:
         )
 
 
+def forked_request(parent: RequestState, request_id: str, sampling: SamplingParams, now: float) -> Request:
+    """The parent's request with another id and other sampling. Raises RequestError for what a fork cannot have."""
+    constraint = None
+    if isinstance(sampling, SamplingParams):
+        if sampling.prompt_logprobs is not None:
+            raise RequestError(
+                "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
+            )
+        if sampling.has_constraint:
+            if sampling.token_limits != parent.sampling.token_limits:
+                raise RequestError(
+                    "a fork goes on under its parent's allowed_token_ids, bad_words and structured_outputs, or without "
+                    "any: give the same ones or none",
+                    param="sampling",
+                )
+            constraint = parent.choice.constraint
+    return dataclasses.replace(
+        parent.request, request_id=request_id, sampling=sampling, arrival_time=now, constraint=constraint
+    )
+
+
 def new_request_state(
     request: Request,
     limits: ExecutorLimits,
@@ -245,6 +282,12 @@ def new_request_state(
     )
     if parent is not None:
         _inherit(state, parent)
+    if request.constraint is not None:
+        try:
+            constraint, generated = request.constraint.copy(), state.num_generated_tokens
+            state.choice = TokenChoice(constraint, stop_ids, sampling.min_tokens, generated)
+        except ConstraintError as error:
+            raise RequestError(f"no token may come next: {error}") from error
     if config.enable_prefix_caching:
         state.extend_hashes(limits.block_size)
     return state

@@ -22,7 +22,6 @@ early itself.
 
 import bisect
 import collections
-import dataclasses
 import heapq
 import logging
 
@@ -30,12 +29,12 @@ from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_power_of_two
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.flight import Flight, check_result
+from jaxkv.control.flight import Flight, check_result, untold_masks
 from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.preemption import choose_victim
 from jaxkv.control.prefix_groups import PrefixGroups
 from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
-from jaxkv.control.request_state import RequestState, Status, WaitingQueue, new_request_state
+from jaxkv.control.request_state import RequestState, Status, WaitingQueue, forked_request, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.control.state_checks import check_states
 from jaxkv.control.validation import checked_request
@@ -43,6 +42,7 @@ from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from jaxkv.core.token_constraint import ConstraintError
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +108,7 @@ class Scheduler:
                 f"request {parent_id!r} has ended or never was: only a live one can be forked", param="parent_id",
                 status=404,
             )  # fmt: skip
-        request = dataclasses.replace(parent.request, request_id=request_id, sampling=sampling, arrival_time=now)
-        request = self._checked(request)
-        if request.sampling.prompt_logprobs is not None:
-            raise RequestError(
-                "a fork has no prompt of its own: ask its parent for prompt_logprobs", param="prompt_logprobs"
-            )
+        request = self._checked(forked_request(parent, request_id, sampling, now))
         self._check_ids([request_id])
         state = new_request_state(request, self.limits, self.config, self._num_arrivals, now, parent)
         self._enqueue(state)
@@ -236,7 +231,7 @@ class Scheduler:
         decode_kv_tokens = 0
         for state, left in zip(decoding, remaining, strict=True):
             if state.num_uploaded_blocks < len(state.blocks):
-                updates.append(self._upload_blocks(state))
+                updates.append(state.untold_blocks())
             steps = num_steps if num_steps < left else left
             decode_kv_tokens += state.num_computed + state.num_in_flight + 1
             state.num_in_flight += steps
@@ -249,6 +244,7 @@ class Scheduler:
             step_id=self._next_step_id,
             updates=tuple(updates),
             block_copies=copies,
+            token_masks=untold_masks(flights),
             prefill=tuple(chunks),
             decode=tuple([state.decode_row for state in decoding]),
             num_steps=num_steps,
@@ -266,7 +262,7 @@ class Scheduler:
 
     def _reserve_decode_rows(self) -> tuple[list[RequestState], list[int]]:
         """Requests that decode in this plan, each with the block that its next token is written to, and how many
-        tokens each may still produce."""
+        tokens each may produce in it, if C were endless."""
         block_size = self.limits.block_size
         decoding, remaining = [], []
         for state in self.running.copy():  # victims come later in this order, so none is in `decoding` already
@@ -275,6 +271,10 @@ class Scheduler:
             left = state.num_remaining
             if left <= 0:
                 continue
+            if state.awaits_masks:
+                if state.num_sampled_in_flight:  # its mask hangs on that token
+                    continue
+                left = 1
             if (state.num_computed + state.num_in_flight) // block_size == len(state.blocks):
                 if self.blocks.num_free == 0 and not self._make_room(state):
                     continue
@@ -377,6 +377,7 @@ class Scheduler:
                 waiting=waiting,
                 num_rows=len(decoding),
                 step_seconds=self._step_timer.seconds,
+                host_chooses=any([state.awaits_masks for state in self.running]),
             )
         block_size, num_free = self.limits.block_size, self.blocks.num_free
         lengths = [state.num_computed + state.num_in_flight for state in decoding]
@@ -392,12 +393,6 @@ class Scheduler:
                 break
             num_steps //= 2
         return num_steps
-
-    def _upload_blocks(self, state: RequestState) -> RowUpdate:
-        """Table entries that the device does not know yet."""
-        first = state.num_uploaded_blocks
-        state.num_uploaded_blocks = len(state.blocks)
-        return RowUpdate(state.row, first, tuple(state.blocks[first:]))
 
     # -- results
 
@@ -441,14 +436,20 @@ class Scheduler:
                 if state.num_computed - state.num_published_blocks * self.limits.block_size >= publish_tokens:
                     self.prefixes.publish(state, state.num_computed, planned=False)
             if row is not None:
-                reason = None
+                reason = error = None
                 if row.stopped:
                     reason = FinishReason.STOP
                 elif len(state.token_ids) >= state.max_total_tokens:
                     reason = FinishReason.LENGTH
+                elif state.choice is not None:
+                    try:
+                        state.choice.advance(row.token_ids, state.num_generated_tokens)
+                    except ConstraintError as dead_end:
+                        reason, error = FinishReason.ERROR, str(dead_end)
                 if reason is not None:
                     self._end(state, reason, now)
-                outputs.append(state.output(row, reason))
+                output = state.output(row, reason)
+                outputs.append(output if error is None else output._replace(error=error))
         if plan.prefix_groups:
             in_groups = sum([group.num_rows for group in plan.prefix_groups])
             decoded = result.rows[len(result.rows) - len(plan.decode) :]
@@ -473,6 +474,8 @@ class Scheduler:
         state.num_uploaded_blocks = state.num_published_blocks = 0
         state.num_computed = state.num_in_flight = 0
         state.is_decoding = False
+        if state.choice is not None:
+            state.choice.is_told = False
 
     def _end(self, state: RequestState, reason: FinishReason, now: float) -> None:
         if state.status is Status.RUNNING:

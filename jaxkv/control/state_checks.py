@@ -22,6 +22,8 @@ def check_states(
         known = len(state.token_ids) + state.num_sampled_in_flight
         assert state.num_scheduled == known - 1 if state.is_decoding else state.num_scheduled < known, state
         assert state.num_scheduled <= len(state.blocks) * block_size, state
+        if state.awaits_masks:
+            assert state.num_sampled_in_flight <= 1, "a token is chosen before its mask is known"
 
 
 def _check_fork(state: RequestState, parent: RequestState) -> None:

@@ -5,13 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import MAX_LOGIT_BIASES, Request, SamplingParams
+from jaxkv.core.request import MAX_LOGIT_BIASES, Request, SamplingParams, StructuredOutputs
 
 # Every stop string is searched for with each token.
 MAX_STOPS = 64
 # Half of the device's table of stop ids a row, which holds the model's own end-of-sequence ids too.
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 1000
 # Far beyond what is useful, and no float32 logit overflows.
 REPETITION_PENALTIES = (0.01, 100.0)
 # As vLLM has it: smaller ones count as greedy, since logits divided by them may overflow.
@@ -85,10 +86,58 @@ def checked_sampling(
             raise RequestError(
                 f"stop_token_ids has {token_id}; ids of this model are 0 to {vocab_size - 1}", param="stop_token_ids"
             )
+    check_token_limits(params, vocab_size)
     temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
     top_k = params.top_k if params.top_k < vocab_size else 0  # a huge k keeps all, and must not overflow 32 bits
     seed = None if params.seed is None else params.seed % 2**31
     return dataclasses.replace(params, temperature=temperature, top_k=max(top_k, 0), seed=seed, logit_bias=logit_bias)
+
+
+def check_token_limits(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError for what no constraint can be made from."""
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty: name at least one id", param="allowed_token_ids")
+        for token_id in params.allowed_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"allowed_token_ids has {token_id}; ids of this model are 0 to {vocab_size - 1}",
+                    param="allowed_token_ids",
+                )
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(params.bad_words)} entries; at most {MAX_BAD_WORDS} are allowed", param="bad_words"
+        )
+    for word in params.bad_words:
+        if not 1 <= len(word.strip()) <= len(word) <= MAX_STOP_LENGTH:
+            raise RequestError(
+                f"bad_words has {word[:50]!r}; a word has 1 to {MAX_STOP_LENGTH} characters, not all of them spaces",
+                param="bad_words",
+            )
+    if params.structured_outputs is not None:
+        _check_structured_outputs(params.structured_outputs)
+
+
+def _check_structured_outputs(wanted: StructuredOutputs) -> None:
+    given = {
+        field.name: value
+        for field in dataclasses.fields(wanted)
+        if (value := getattr(wanted, field.name)) is not None and (field.name, value) != ("json_object", False)
+    }
+    if len(given) != 1:
+        raise RequestError(
+            f"structured_outputs sets {', '.join(given) or 'nothing'}; it must set exactly one of "
+            f"{', '.join(field.name for field in dataclasses.fields(wanted))}",
+            param="structured_outputs",
+        )
+    ((name, value),) = given.items()
+    kinds = {"json": (str, bool, Mapping), "json_object": (bool,), "choice": (list, tuple)}
+    if not isinstance(value, kinds.get(name, (str,))) or (name == "choice" and not _is_list_of(str, value)):
+        wanted_kind = {"json": "a JSON Schema", "json_object": "true", "choice": "a list of texts"}.get(name, "a text")
+        raise RequestError(f"{name} is a {type(value).__name__}; it must be {wanted_kind}", param="structured_outputs")
+    texts = value if name == "choice" else [value] if isinstance(value, str) else []
+    if name == "choice" and not (texts and all(texts)):
+        raise RequestError("choice needs at least one text, and none may be empty", param="structured_outputs")
 
 
 def checked_request(request: Request, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> Request:
@@ -104,6 +153,7 @@ def checked_request(request: Request, *, vocab_size: int, max_model_len: int, ma
         ("arrival_time", request.arrival_time is None or _is_finite(request.arrival_time), "a number or None"),
         ("priority", _is_integer(request.priority), "an integer"),
         ("cache_salt", request.cache_salt is None or isinstance(request.cache_salt, str), "a string or None"),
+        ("constraint", request.constraint is None or hasattr(request.constraint, "mask"), "a TokenConstraint or None"),
     ):
         if not ok:
             value = repr(getattr(request, name))
@@ -116,6 +166,11 @@ def checked_request(request: Request, *, vocab_size: int, max_model_len: int, ma
         max_logprobs=max_logprobs,
         clip=True,
     )
+    if request.constraint is None and request.sampling.has_constraint:
+        raise RequestError(
+            "allowed_token_ids, bad_words and structured_outputs need a constraint made of them: set Request.constraint "
+            "to what ConstraintCompiler.compile returns"
+        )
     return dataclasses.replace(request, sampling=sampling)
 
 
@@ -177,10 +232,13 @@ def _check_types(params: SamplingParams) -> None:
             ok, wanted = _is_bias(value), "a mapping, or a tuple of pairs, of token ids to numbers"
         elif field.name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             ok, wanted = isinstance(value, bool), "a bool"
-        elif field.name in ("stop", "stop_token_ids"):
-            item = str if field.name == "stop" else int
-            ok = isinstance(value, list | tuple) and all(type(entry) is item for entry in value)
-            wanted = f"a tuple of {item.__name__}"
+        elif field.name in ("stop", "stop_token_ids", "bad_words"):
+            item = int if field.name == "stop_token_ids" else str
+            ok, wanted = _is_list_of(item, value), f"a tuple of {item.__name__}"
+        elif field.name == "allowed_token_ids":
+            ok, wanted = value is None or _is_list_of(int, value), "a tuple of int or None"
+        elif field.name == "structured_outputs":
+            ok, wanted = value is None or isinstance(value, StructuredOutputs), "StructuredOutputs or None"
         else:
             optional = field.name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
             ok = _is_integer(value) or (optional and value is None)
@@ -199,6 +257,10 @@ def _is_number(value: object) -> bool:
 
 def _is_finite(value: object) -> bool:
     return _is_number(value) and math.isfinite(value)
+
+
+def _is_list_of(item: type, value: object) -> bool:
+    return isinstance(value, list | tuple) and all(type(entry) is item for entry in value)
 
 
 def _is_prompt(value: object) -> bool:

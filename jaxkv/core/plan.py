@@ -1,6 +1,6 @@
 """The seam between the control plane (decides) and the data plane (computes): one StepPlan down, one StepResult up.
 
-Inside a step the order is: block copies, row updates, prefill chunks, then up to `num_steps` decode steps. Steps run in
+Inside a step the order is: block copies, row updates, token masks, prefill chunks, then up to `num_steps` decode steps. Steps run in
 the order of their ids, also when the next one is submitted before the last one is read, so a block freed by the host
 may be given to any later plan.
 
@@ -8,6 +8,7 @@ What is made for every row of every step is a NamedTuple: a frozen dataclass tak
 """
 
 import dataclasses
+import enum
 from typing import NamedTuple
 
 from jaxkv.core.request import SamplingParams, TokenLogprobs
@@ -39,6 +40,12 @@ class PrefillChunk:
         return self.is_last or bool(self.targets)
 
 
+class Masking(enum.IntEnum):
+    NONE = 0
+    FIXED = 1  # one mask for all tokens
+    EACH_TOKEN = 2  # the host gives a mask for each: the row takes one step a call
+
+
 @dataclasses.dataclass(frozen=True)
 class Admission:
     """What a row must know of its new owner.
@@ -50,6 +57,7 @@ class Admission:
       stop_ids: ids that end the row, end-of-sequence ids included; they are emitted, then the row goes inactive.
       prompt_token_ids / output_token_ids: what penalties look at (after a preemption: with the output so far); empty
         when there are none.
+      masking: whether tokens are chosen among a mask's, and how long it holds.
     """
 
     sampling: SamplingParams
@@ -58,6 +66,7 @@ class Admission:
     stop_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    masking: Masking = Masking.NONE
 
 
 class RowUpdate(NamedTuple):
@@ -86,6 +95,13 @@ class BlockCopy:
 class DecodeRow:
     request_id: str
     row: int
+
+
+class TokenMask(NamedTuple):
+    """What a row may choose from now on; `mask` as in `core.token_constraint`."""
+
+    row: int
+    mask: bytes
 
 
 class PrefixGroup(NamedTuple):
@@ -120,6 +136,7 @@ class StepPlan:
     step_id: int
     updates: tuple[RowUpdate, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
+    token_masks: tuple[TokenMask, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
     num_steps: int = 0

@@ -3,10 +3,31 @@
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxkv.core.token_constraint import TokenConstraint
 
 # Room for them is kept on the device in every row; OpenAI's limit.
 MAX_LOGIT_BIASES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputs:
+    """What the output's text must be; exactly one of these is set. Names are vLLM's.
+
+    Attributes:
+      json: a JSON value that follows this JSON Schema, given as text or as an object.
+      json_object: any JSON object.
+      regex: a full match of this regular expression (Rust's syntax: no lookaround, no back references).
+      choice: one of these texts.
+      grammar: a sentence of this grammar, in Lark's notation or GBNF's.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +58,9 @@ class SamplingParams:
       logprobs: None, or how many alternatives to report a token (0: the chosen token only).
       prompt_logprobs: the same for the prompt's tokens, all but the first. Such a request computes its whole prompt; of
         n sequences the first brings them.
+      allowed_token_ids: no other id can be chosen.
+      bad_words: texts that the output must not contain as the tokens that they are encoded as, alone or after a space.
+      structured_outputs: what the output's text must be.
     """
 
     n: int = 1
@@ -58,6 +82,19 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def token_limits(self) -> tuple[Any, ...]:
+        """What a `TokenConstraint` is made from."""
+        return self.allowed_token_ids, tuple(self.bad_words), self.structured_outputs
+
+    @property
+    def has_constraint(self) -> bool:
+        """Whether the request needs a `TokenConstraint`."""
+        return self.token_limits != (None, (), None)
 
     @property
     def has_penalties(self) -> bool:
@@ -116,6 +153,7 @@ class Request:
       arrival_time: seconds on the engine's clock; None is stamped when it is added.
       priority: lower is served first under the priority policy.
       cache_salt: only requests with the same salt share prefix blocks.
+      constraint: what the sampling parameters allow (`jaxkv.constraints`), in its first state; each sequence moves a copy.
     """
 
     request_id: str
@@ -124,6 +162,7 @@ class Request:
     arrival_time: float | None = None
     priority: int = 0
     cache_salt: str | None = None
+    constraint: TokenConstraint | None = None
 
     def sequences(self) -> tuple["Request", ...]:
         """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2 ...; n is 1 in each."""

@@ -91,6 +91,7 @@ def decode_steps(
     """
     num_rows = row_ids.shape[0]
     rows = state.take(row_ids)
+    begun = rows.active
 
     def buffer(width: int | None, dtype) -> jax.Array:
         return jnp.zeros((max_steps, num_rows) + (() if width is None else (width,)), dtype)
@@ -128,7 +129,7 @@ def decode_steps(
         return _Carry(
             step=carry.step + 1,
             layers=layers,
-            rows=rows,
+            rows=dataclasses.replace(rows, active=rows.active & ~rows.one_a_call),
             token_counts=count_tokens(carry.token_counts, counted, tokens),
             flags=jnp.where(was_active, pack_flags(stopped, exhausted), carry.flags),
             emitted=carry.emitted + was_active,
@@ -153,7 +154,8 @@ def decode_steps(
         state,
         last_token=put(state.last_token, rows.last_token),
         seq_len=put(state.seq_len, rows.seq_len),
-        active=put(state.active, rows.active),
+        # In the loop a row that takes one step a call is not active after it, but has not ended.
+        active=put(state.active, begun & (carry.flags == 0)),
         budget=put(state.budget, rows.budget),
         min_left=put(state.min_left, rows.min_left),
         adjustments=dataclasses.replace(state.adjustments, token_counts=carry.token_counts),

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.core.plan import RowUpdate
+from jaxkv.core.plan import Masking, RowUpdate
 from jaxkv.core.request import MAX_LOGIT_BIASES
+from jaxkv.core.token_constraint import mask_bytes
 
 NO_TOKEN = -1
 
@@ -29,6 +30,7 @@ class RowSampling:
     presence_penalty: jax.Array  # f32[S]; 0 changes nothing
     frequency_penalty: jax.Array  # f32[S]; 0 changes nothing
     adjusts: jax.Array  # bool[S] penalties or logit_bias change the row's logits
+    masked: jax.Array  # bool[S] only ids of the row's mask can be chosen
     seed: jax.Array  # u32[S]
     num_logprobs: jax.Array  # i32[S]; -1 for none
 
@@ -36,7 +38,8 @@ class RowSampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adjustments:
-    """What penalties and logit_bias need of each row; defined only for rows with `sampling.adjusts`.
+    """What changes each row's logits: of penalties and logit_bias, defined only for rows with `sampling.adjusts`, and the
+    masks of rows with `sampling.masked`.
 
     Counts of every id in 16 bits make a row's penalties cost the same after any history: 2 V bytes a row, 66 MB at
     S = 256 and V = 128k, 1.7 MB for the demo model at S = 16. Counting each row's tokens anew every step would take
@@ -46,6 +49,7 @@ class Adjustments:
     token_counts: jax.Array  # u16[S, V] 2 * occurrences in the output (at most 32,767) + 1 if in the prompt
     bias_ids: jax.Array  # i32[S, MAX_LOGIT_BIASES] padded with NO_TOKEN
     bias: jax.Array  # f32[S, MAX_LOGIT_BIASES]
+    mask: jax.Array  # u32[S, ceil(V / 32)] the lowest bit is the smallest id's
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +61,7 @@ class DecodeState:
     active: jax.Array  # bool[S]
     budget: jax.Array  # i32[S] tokens the row may still produce
     min_left: jax.Array  # i32[S] tokens before a stop id may be chosen
+    one_a_call: jax.Array  # bool[S] the row takes one step a call, since each needs a mask of the host
     stop_ids: jax.Array  # i32[S, W] padded with NO_TOKEN
     sampling: RowSampling
     adjustments: Adjustments | None  # None in what `take` returns
@@ -84,6 +89,7 @@ def empty_state(max_num_seqs: int, max_blocks_per_row: int, max_stop_ids: int, v
         active=filled(False, jnp.bool_),
         budget=filled(0, jnp.int32),
         min_left=filled(0, jnp.int32),
+        one_a_call=filled(False, jnp.bool_),
         stop_ids=jnp.full((rows, max_stop_ids), NO_TOKEN, jnp.int32),
         sampling=RowSampling(
             temperature=filled(0, jnp.float32),
@@ -94,6 +100,7 @@ def empty_state(max_num_seqs: int, max_blocks_per_row: int, max_stop_ids: int, v
             presence_penalty=filled(0, jnp.float32),
             frequency_penalty=filled(0, jnp.float32),
             adjusts=filled(False, jnp.bool_),
+            masked=filled(False, jnp.bool_),
             seed=filled(0, jnp.uint32),
             num_logprobs=filled(-1, jnp.int32),
         ),
@@ -101,6 +108,7 @@ def empty_state(max_num_seqs: int, max_blocks_per_row: int, max_stop_ids: int, v
             token_counts=jnp.zeros((rows, vocab_size), jnp.uint16),
             bias_ids=jnp.full((rows, MAX_LOGIT_BIASES), NO_TOKEN, jnp.int32),
             bias=jnp.zeros((rows, MAX_LOGIT_BIASES), jnp.float32),
+            mask=jnp.zeros((rows, mask_bytes(vocab_size) // 4), jnp.uint32),
         ),
     )
 
@@ -118,7 +126,7 @@ class UpdateBatch:
 
     entries: np.ndarray  # i32[U, 3] (row, column, block); padding is (dead row, 0, 0)
     rows: np.ndarray  # i32[A] admitted rows; padding is the dead row
-    ints: np.ndarray  # i32[A, 6 + W] budget, min_left, top_k, seed, num_logprobs, adjusts, stop ids
+    ints: np.ndarray  # i32[A, 7 + W] budget, min_left, top_k, seed, num_logprobs, adjusts, masking, stop ids
     floats: np.ndarray  # f32[A, 6] temperature, top_p, min_p, repetition, presence and frequency penalty
 
 
@@ -133,11 +141,11 @@ def pack_updates(
         batch = UpdateBatch(
             entries=np.zeros((max_entries, 3), np.int32),
             rows=np.full((max_admissions,), dead_row, np.int32),
-            ints=np.zeros((max_admissions, 6 + max_stop_ids), np.int32),
+            ints=np.zeros((max_admissions, 7 + max_stop_ids), np.int32),
             floats=np.zeros((max_admissions, 6), np.float32),
         )
         batch.entries[:, 0] = dead_row
-        batch.ints[:, [4, *range(6, 6 + max_stop_ids)]] = NO_TOKEN  # no logprobs, no stop ids
+        batch.ints[:, [4, *range(7, 7 + max_stop_ids)]] = NO_TOKEN  # no logprobs, no stop ids
         some, entries = entries[:max_entries], entries[max_entries:]
         if some:
             batch.entries[: len(some)] = some
@@ -147,8 +155,9 @@ def pack_updates(
             logprobs = -1 if s.logprobs is None else s.logprobs
             seed = np.uint32(s.seed & 0xFFFFFFFF).view(np.int32)
             adjusts = s.has_penalties or bool(s.logit_bias)
-            batch.ints[i, :6] = (a.max_new_tokens, a.min_new_tokens, max(s.top_k, 0), seed, logprobs, adjusts)
-            batch.ints[i, 6 : 6 + len(a.stop_ids)] = a.stop_ids
+            counts = (a.max_new_tokens, a.min_new_tokens, max(s.top_k, 0), seed, logprobs)
+            batch.ints[i, :7] = (*counts, adjusts, a.masking)
+            batch.ints[i, 7 : 7 + len(a.stop_ids)] = a.stop_ids
             penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
             batch.floats[i] = (s.temperature, s.top_p, s.min_p, *penalties)
         admissions = admissions[max_admissions:]
@@ -172,7 +181,8 @@ def apply_updates(state: DecodeState, batch: UpdateBatch) -> DecodeState:
         active=put(state.active, False),
         budget=put(state.budget, ints[:, 0]),
         min_left=put(state.min_left, ints[:, 1]),
-        stop_ids=put(state.stop_ids, ints[:, 6:]),
+        one_a_call=put(state.one_a_call, ints[:, 6] == Masking.EACH_TOKEN),
+        stop_ids=put(state.stop_ids, ints[:, 7:]),
         sampling=RowSampling(
             temperature=put(s.temperature, floats[:, 0]),
             top_k=put(s.top_k, ints[:, 2]),
@@ -182,6 +192,7 @@ def apply_updates(state: DecodeState, batch: UpdateBatch) -> DecodeState:
             presence_penalty=put(s.presence_penalty, floats[:, 4]),
             frequency_penalty=put(s.frequency_penalty, floats[:, 5]),
             adjusts=put(s.adjusts, ints[:, 5] > 0),
+            masked=put(s.masked, ints[:, 6] != Masking.NONE),
             seed=put(s.seed, jax.lax.bitcast_convert_type(ints[:, 3], jnp.uint32)),
             num_logprobs=put(s.num_logprobs, ints[:, 4]),
         ),

@@ -76,6 +76,9 @@ class JaxExecutor:
             for update in plan.updates:
                 if update.admission is not None:
                     self._admit(update.row, update.admission)
+        if plan.token_masks:
+            for masks in programs.pack_masks(plan.token_masks):
+                self._state = programs.apply_masks(self._state, masks)
         if plan.prefill:
             self._cache, self._state, output = programs.run_prefill(
                 self._weights, self._cache, self._state, plan.prefill

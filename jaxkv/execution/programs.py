@@ -19,15 +19,16 @@ from flax import nnx
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig
-from jaxkv.core.plan import BlockCopy, PrefillChunk, PrefixGroup, StepPlan
+from jaxkv.core.plan import BlockCopy, PrefillChunk, PrefixGroup, StepPlan, TokenMask
 from jaxkv.core.progress import Progress
+from jaxkv.core.token_constraint import mask_bytes
 from jaxkv.execution import compile_watch
 from jaxkv.execution.batch import pack_groups, pack_prefill
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.decode_state import DecodeState, apply_updates, empty_state, pack_updates
 from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.kv_cache import KVCache, empty_cache
-from jaxkv.execution.logit_adjustments import apply_adjustments, pack_adjustments
+from jaxkv.execution.logit_adjustments import apply_adjustments, apply_masks, pack_adjustments, pack_masks
 from jaxkv.execution.prefill import first_tokens, prefill_step
 from jaxkv.execution.step_output import StepOutput
 from jaxkv.models.llama import Llama
@@ -126,7 +127,7 @@ def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int) -> Ll
 class Programs:
     """The step functions, taking the weights as a flat tuple of leaves (cheap to pass on every call).
 
-    `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
+    `apply_updates(state, batch)`, `apply_adjustments(state, update)`, `apply_masks(state, update)`, `copy_blocks(cache, src, dst, num_tokens)`,
     `prefill[T](weights, cache, block_table, batch)`, `first_tokens(weights, state, hidden, row_ids, seq_lens, is_last)`,
     `decode[B](weights, cache, state, rows, num_steps)`, `cascade[B](weights, cache, state, rows, num_steps, groups)`;
     cache and state are donated. Cascade is an executable of its own, so that without groups there is neither a launch
@@ -166,6 +167,7 @@ class Programs:
         self._functions = {
             "update": (apply_updates, (0,)),
             "adjust": (apply_adjustments, (0,)),
+            "mask": (apply_masks, (0,)),
             "copy": (copy_blocks, (0,)),
             "prefill": (prefill, (1,)),
             "first": (first, (1,)),
@@ -175,6 +177,7 @@ class Programs:
         # Un-jitted until `finish` replaces them: that is what enforce_eager runs.
         self.apply_updates: Callable = apply_updates
         self.apply_adjustments: Callable = apply_adjustments
+        self.apply_masks: Callable = apply_masks
         self.copy_blocks: Callable = copy_blocks
         self.first_tokens: Callable = first
         self.prefill: dict[int, Callable] = {bucket: prefill for bucket in shapes.prefill_buckets}
@@ -192,8 +195,8 @@ class Programs:
     def lower(
         self, kind: str, bucket: int | None = None, sharding: jax.sharding.Sharding | None = None
     ) -> jax.stages.Lowered:
-        """The lowered step function `kind` ("update", "adjust", "copy", "prefill", "first", "decode", "cascade") for a
-        bucket.
+        """The lowered step function `kind` ("update", "adjust", "mask", "copy", "prefill", "first", "decode", "cascade")
+        for a bucket.
 
         `sharding` is that of all arguments, for devices other than the default one, which need not exist.
         """
@@ -202,6 +205,8 @@ class Programs:
             args = (state, self.pack_updates(()).pop())
         elif kind == "adjust":
             args = (state, pack_adjustments(limits.max_num_seqs, None).pop())
+        elif kind == "mask":
+            args = (state, self.pack_masks(()).pop())
         elif kind == "copy":
             args = (cache, *_pack_copies(()).pop())
         elif kind == "prefill":
@@ -272,6 +277,7 @@ class Programs:
         executables = {item: executable for item, (executable, _) in built.items()}
         self.apply_updates = executables["update", None]
         self.apply_adjustments = executables["adjust", None]
+        self.apply_masks = executables["mask", None]
         self.copy_blocks = executables["copy", None]
         self.first_tokens = executables["first", None]
         self.prefill = {b: executables["prefill", b] for b in self.shapes.prefill_buckets}
@@ -289,7 +295,7 @@ class Programs:
         buckets += [("decode", b) for b in self.shapes.decode_buckets]
         buckets += [("cascade", b) for b in self.shapes.cascade_buckets]
         rest = [item for item in sorted(buckets, key=lambda item: -item[1]) if item not in self.largest()]
-        return [*self.largest(), *rest, ("first", None), ("update", None), ("adjust", None), ("copy", None)]
+        return [*self.largest(), *rest, *((kind, None) for kind in ("first", "update", "adjust", "mask", "copy"))]
 
     def run_prefill(
         self, weights: tuple[jax.Array, ...], cache: KVCache, state: DecodeState, chunks: tuple[PrefillChunk, ...]
@@ -329,6 +335,10 @@ class Programs:
             max_admissions=limits.max_prefill_seqs,
             max_stop_ids=limits.max_stop_ids,
         )
+
+    def pack_masks(self, masks: tuple[TokenMask, ...]):
+        num_words = mask_bytes(self.shapes.model.vocab_size) // 4
+        return pack_masks(masks, dead_row=self.shapes.limits.max_num_seqs, num_words=num_words)
 
     def pack_copies(self, copies: tuple[BlockCopy, ...]):
         return _pack_copies(copies)

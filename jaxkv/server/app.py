@@ -117,7 +117,7 @@ def create_app(serving: Serving) -> FastAPI:
 
 async def _generate(serving: Serving, body: GenerationRequest, http: Request, kind: type[Responses]) -> Response:
     serving.check_model(body.model)
-    body.check()
+    body.check(serving.tool_format)
     serving.engine.check_room()  # before the work of tokenising
     prompts = await serving.prompts(body)
     response_id = f"{kind.id_prefix}-{body.request_id or uuid.uuid4().hex}"

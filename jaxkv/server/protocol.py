@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams
+from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams, StructuredOutputs
+from jaxkv.server.tools import ToolFormat, ToolUse, checked_tools, plain_calls
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,7 @@ MAX_SEQUENCES = 1024
 MAX_SEED = 2**63 - 1
 # What "off" looks like for fields that are known and cannot be honoured yet; anything else is refused by name.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
@@ -35,9 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_output_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
@@ -75,6 +72,60 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputsBody(BaseModel):
+    """vLLM's field of that name."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+
+    def wanted(self) -> StructuredOutputs:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and value is not False and name != "whitespace_pattern":
+                raise RequestError(f"structured_outputs.{name} is not supported", param="structured_outputs")
+        return StructuredOutputs(
+            json=self.json_schema,
+            json_object=self.json_object,
+            regex=self.regex,
+            choice=None if self.choice is None else tuple(self.choice),
+            grammar=self.grammar,
+        )
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's: text, json_object, or json_schema."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+    def wanted(self) -> StructuredOutputs | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if self.type != "json_schema":
+            raise RequestError(
+                f"response_format has the type {self.type!r}; choose text, json_object or json_schema",
+                param="response_format",
+            )
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format of type json_schema needs json_schema.schema", param="response_format")
+        return StructuredOutputs(json=self.json_schema.schema_)
+
+
 class GenerationRequest(BaseModel, abc.ABC):
     """What completions and chat completions share."""
 
@@ -99,6 +150,10 @@ class GenerationRequest(BaseModel, abc.ABC):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -142,7 +197,7 @@ class GenerationRequest(BaseModel, abc.ABC):
 
     def names(self) -> Mapping[str, str]:
         """What this request calls fields of SamplingParams, where it has another name for them."""
-        return {}
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
     def in_its_words(self, error: RequestError) -> RequestError:
         """An error that names fields of SamplingParams, told with the names that the client knows."""
@@ -151,8 +206,12 @@ class GenerationRequest(BaseModel, abc.ABC):
             message = re.sub(rf"\b{name}\b", shown, message)
         return RequestError(message, param=self.names().get(error.param, error.param), status=error.status)
 
-    def check(self) -> None:
-        """Raises RequestError for what is known and not supported; logs what is unknown, once a field."""
+    def check(self, tools: ToolFormat | None = None) -> None:
+        """Raises RequestError for what is known and not supported; logs what is unknown, once a field.
+
+        Args:
+          tools: how the model writes calls of tools, if it does.
+        """
         for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL:
                 if value is not None and value not in _NEUTRAL[name]:
@@ -188,9 +247,21 @@ class GenerationRequest(BaseModel, abc.ABC):
             _check_text(text, name)
         for text in self._stops():
             _check_text(text, "stop")
+        for text in self.bad_words or ():
+            _check_text(text, "bad_words")
 
     def _stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        formats = [asked.wanted() for asked in (self.response_format, self.structured_outputs) if asked is not None]
+        formats = [asked for asked in formats if asked is not None]
+        if len(formats) > 1:
+            raise RequestError(
+                "response_format and structured_outputs both say what the output must be: leave one out",
+                param="structured_outputs",
+            )
+        return formats[0] if formats else None
 
     def sampling_params(self) -> SamplingParams:
         """The request's parameters, not yet checked for their ranges."""
@@ -219,6 +290,9 @@ class GenerationRequest(BaseModel, abc.ABC):
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
             skip_special_tokens=self.skips_special_tokens,
+            allowed_token_ids=tuple(self.allowed_token_ids) if self.allowed_token_ids else None,
+            bad_words=tuple(self.bad_words or ()),
+            structured_outputs=self._structured_outputs(),
         )
 
 
@@ -248,8 +322,8 @@ class CompletionRequest(GenerationRequest):
     def requested_max_tokens(self) -> int | None:
         return 1 if self.echoes_only else self.max_tokens
 
-    def check(self) -> None:
-        super().check()
+    def check(self, tools: ToolFormat | None = None) -> None:
+        super().check(tools)
         if self.model_extra and self.model_extra.get("tools"):
             raise RequestError("tools belong to chat completions", param="tools")
         if self.echoes_only and self.min_tokens:
@@ -283,7 +357,8 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """For the chat template: content as one text."""
-        return {**(self.model_extra or {}), "role": self.role, "content": self._text()}
+        message = {**(self.model_extra or {}), "role": self.role, "content": self._text()}
+        return message | ({"tool_calls": plain_calls(message["tool_calls"])} if message.get("tool_calls") else {})
 
     def _text(self) -> str:
         if not isinstance(self.content, list):
@@ -307,9 +382,31 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    _tool_use: ToolUse | None = PrivateAttr(None)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What may be called, once `check` has been made."""
+        return self._tool_use
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        shows = self._tool_use is not None and bool(self._tool_use.format.control_ids)
+        return super().skips_special_tokens and not shows
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        wanted = super()._structured_outputs()
+        calls = None if self._tool_use is None else self._tool_use.grammar()
+        if calls is not None and wanted is not None:
+            raise RequestError(
+                "tool_choice forces a call, and response_format or structured_outputs something else: leave one out",
+                param="tool_choice",
+            )
+        return wanted if calls is None else StructuredOutputs(grammar=calls)
 
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -319,14 +416,12 @@ class ChatCompletionRequest(GenerationRequest):
 
     def names(self) -> Mapping[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"logprobs": "top_logprobs", "max_tokens": limit}
+        forced = {"structured_outputs": "tools"} if self._tool_use is not None and self._tool_use.forced else {}
+        return {**super().names(), **forced, "logprobs": "top_logprobs", "max_tokens": limit}
 
-    def check(self) -> None:
-        super().check()
-        if self.tools and self.tool_choice != "none":
-            raise RequestError('tools are not supported by this server yet: set tool_choice to "none"', param="tools")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError('tool_choice is not supported by this server yet: set it to "none"', param="tool_choice")
+    def check(self, tools: ToolFormat | None = None) -> None:
+        super().check(tools)
+        self._tool_use = checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls is not False, tools)
         if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         reserved = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -339,6 +434,7 @@ class ChatCompletionRequest(GenerationRequest):
         generates = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         return {
             **(self.chat_template_kwargs or {}),
+            **({} if self._tool_use is None else {"tools": list(self._tool_use.tools)}),
             "add_generation_prompt": generates,
             "continue_final_message": continues,
         }

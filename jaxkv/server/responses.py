@@ -7,8 +7,9 @@ from typing import Any
 from jaxkv.async_engine import TokenDelta
 from jaxkv.core.request import FinishReason, TokenLogprobs
 from jaxkv.server.logprobs import Columns, LogprobsFormat
-from jaxkv.server.protocol import CompletionRequest, GenerationRequest
+from jaxkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from jaxkv.server.serving import Prompt
+from jaxkv.server.tools import ToolCallParser
 from jaxkv.tokenization.text_offsets import OutputOffsets, prompt_offsets
 from jaxkv.tokenization.tokenizer import Tokenizer
 
@@ -217,6 +218,12 @@ class ChatResponses(Responses):
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    body: ChatCompletionRequest
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        use = self.body.tool_use
+        self._parsers = [] if use is None else [ToolCallParser(use) for _ in self._deltas]
 
     def whole(self) -> dict[str, Any]:
         response = super().whole() | self._prompt_ids()
@@ -231,15 +238,39 @@ class ChatResponses(Responses):
         yield chunk | (self._prompt_ids() if first else {})
 
     def choice(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join([delta.text for delta in deltas]), "refusal": None}
-        logprobs = self._logprobs(deltas)
-        return {"index": index, "message": message, "logprobs": logprobs, **_end(deltas), **self.token_ids(deltas)}
+        text, calls = self._parsed(index, deltas)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            without_places = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+            message |= {"content": text or None, "tool_calls": without_places}
+        choice = {"index": index, "message": message, "logprobs": self._logprobs(deltas)}
+        return choice | self._end_of(index, deltas) | self.token_ids(deltas)
 
     def chunk_choice(self, delta: TokenDelta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
+        text, calls = self._parsed(delta.index, [delta])
+        content = {"content": text} if text or delta.finish_reason is None else {}
+        if calls:
+            content |= {"tool_calls": calls}
         logprobs = self._logprobs([delta]) if delta.logprobs is not None else None
         choice = {"index": delta.index, "delta": content, "logprobs": logprobs}
-        return choice | _end([delta]) | self.token_ids([delta])
+        return choice | self._end_of(delta.index, [delta]) | self.token_ids([delta])
+
+    def _parsed(self, index: int, deltas: Sequence[TokenDelta]) -> tuple[str, list[dict[str, Any]]]:
+        """Their text without the calls in it, and these."""
+        text = "".join([delta.text for delta in deltas])
+        if not self._parsers:
+            return text, []
+        text, calls = self._parsers[index].feed(text)
+        if deltas[-1].finish_reason is None:
+            return text, calls
+        rest, last = self._parsers[index].end()
+        return text + rest, calls + last
+
+    def _end_of(self, index: int, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
+        end = _end(deltas)
+        if self._parsers and self._parsers[index].num_calls and end["finish_reason"] == "stop":
+            end["finish_reason"] = "tool_calls"
+        return end
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0].token_ids} if self.body.return_token_ids else {}

@@ -2,16 +2,19 @@
 
 import asyncio
 import dataclasses
+import functools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.async_engine import AsyncEngine, RequestStream
+from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request
 from jaxkv.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from jaxkv.server.tools import ToolFormat, tool_format
 from jaxkv.tokenization.tokenizer import Tokenizer
 
 # Text this short is tokenised in under 0.2 ms: cheaper than a trip to another thread, and too short to be felt.
@@ -37,6 +40,7 @@ class Serving:
     Attributes:
       model_names: ids that requests may name; the first is the one in responses.
       vocab_size: ids the model takes. max_model_len: most tokens of prompt and output together.
+      constraints: makes requests keep to a grammar, a schema or lists of tokens.
       cache_config: settings of the KV cache, for /metrics.
       created: Unix time in seconds for the model card.
     """
@@ -47,8 +51,14 @@ class Serving:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    constraints: ConstraintCompiler
     cache_config: Mapping[str, str] = dataclasses.field(default_factory=dict)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools, if its chat template takes any."""
+        return tool_format(self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """No name is fine; a wrong one is a RequestError with status 404."""
@@ -131,6 +141,7 @@ class Serving:
         params = body.sampling_params()
         name = uuid.uuid4().hex  # of our own: clients may use an id as often as they like
         requests = []
+        constraint = None  # one for all of them, who take copies of it
         for prompt in prompts:
             try:
                 sampling = checked_sampling(
@@ -140,6 +151,9 @@ class Serving:
                     max_model_len=self.max_model_len,
                     max_logprobs=self.max_logprobs,
                 )
+                if constraint is None and sampling.has_constraint:
+                    # Off the event loop: a grammar may take 0.1 s to compile.
+                    constraint = await asyncio.to_thread(self.constraints.compile, sampling)
             except RequestError as error:
                 raise body.in_its_words(error) from error
             requests.append(
@@ -149,6 +163,7 @@ class Serving:
                     sampling=sampling,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
+                    constraint=constraint,
                 )
             )
         return await self.engine.submit(requests)

@@ -6,8 +6,9 @@ import zlib
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import SimulatedClock
-from jaxkv.core.plan import Admission, RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.core.plan import Admission, Masking, RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import TokenLogprobs
+from jaxkv.core.token_constraint import allows
 from jaxkv.simulation.cost_model import CostModel
 
 
@@ -19,12 +20,14 @@ class _SimRow:
       position: of the next token to sample.
       num_emitted: tokens since admission.
       active: the last prefill chunk has run, and the row has neither stopped nor used up its budget.
+      mask: what may be chosen; empty for anything.
     """
 
     admission: Admission
     position: int = 0
     num_emitted: int = 0
     active: bool = False
+    mask: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,8 @@ class SimExecutor:
         for update in plan.updates:
             if update.admission is not None:
                 self._rows[update.row] = _SimRow(update.admission)
+        for row, mask in plan.token_masks:
+            self._rows[row].mask = mask
         results = []
         for chunk in plan.prefill:
             row, result = self._rows[chunk.row], RowResult(chunk.request_id, ())
@@ -83,6 +88,7 @@ class SimExecutor:
     def _run_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
         """Sample up to num_steps tokens; none if the row is inactive."""
         tokens = []
+        num_steps = 1 if row.admission.masking is Masking.EACH_TOKEN else num_steps
         stopped = exhausted = False
         while row.active and len(tokens) < num_steps:
             token = self._sample(row)
@@ -103,4 +109,6 @@ class SimExecutor:
         if row.num_emitted < row.admission.min_new_tokens:
             while token in row.admission.stop_ids:
                 token = (token + 1) % self.vocab_size
+        while row.mask and not allows(row.mask, token):
+            token = (token + 1) % self.vocab_size
         return token

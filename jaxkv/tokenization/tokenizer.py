@@ -1,5 +1,6 @@
 """Tokenizer: text to ids and back, and conversations to text. Finds its files for each kind of model source."""
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,33 @@ class Tokenizer:
             elif self.adds_bos and not self._fast_adds_bos and ids[:1] != bos:
                 ids = bos + ids
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that continues another: no special tokens, no space put in front; byte for byte the text."""
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        if b"".join([self.token_bytes[i] for i in ids]) == text.encode():
+            return ids
+        ids, rest = [], text.encode()  # a normaliser has changed it: the longest tokens, one after the other
+        while rest:
+            length = next(n for n in range(min(len(rest), self.longest_token), 0, -1) if rest[:n] in self._id_of)
+            ids.append(self._id_of[rest[:length]])
+            rest = rest[length:]
+        return ids
+
+    @functools.cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        """`fast`, less what puts a space in front of texts."""
+        if b"".join([self.token_bytes[i] for i in self.fast.encode("a", add_special_tokens=False).ids]) == b"a":
+            return self.fast
+        state = json.loads(self.fast.to_str())
+        for part in ("normalizer", "pre_tokenizer"):
+            state[part] = _without_prefix(state[part])
+        return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+    @functools.cached_property
+    def _id_of(self) -> dict[bytes, int]:
+        """Of ordinary tokens, by their bytes; every byte is one."""
+        return {self.token_bytes[i]: i for i in reversed(range(self.vocab_size)) if i not in self.special_ids}
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD. Unknown ids are empty."""
@@ -179,6 +207,18 @@ def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A step of a tokenizer's JSON, less what puts a space in front; None when nothing is left of it."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    if step["type"] == "Sequence":
+        name = next(name for name in step if name != "type")
+        return step | {name: [left for part in step[name] if (left := _without_prefix(part)) is not None]}
+    return step | {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}.get(
+        step["type"], {}
+    )
 
 
 def _folder_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:

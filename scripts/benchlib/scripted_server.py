@@ -14,6 +14,7 @@ import uvicorn
 
 from benchlib.random_model import byte_tokenizer
 from jaxkv.async_engine import AsyncEngine
+from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.core.metrics import EngineSnapshot, EngineStats
 from jaxkv.core.request import FinishReason, Request, RequestOutput
 from jaxkv.server.app import create_app
@@ -82,7 +83,10 @@ def main(settings: dict) -> None:
     tokenizer = Tokenizer(byte_tokenizer(), special_tokens={}, chat_template=_CHAT_TEMPLATE)
     engine = AsyncEngine(ScriptedEngine(**settings), tokenizer, max_num_queued_reqs=1024)
     engine.start()
-    serving = Serving(engine, tokenizer, ("scripted",), tokenizer.vocab_size, max_model_len=100_000, max_logprobs=20)
+    serving = Serving(
+        engine, tokenizer, ("scripted",), tokenizer.vocab_size, max_model_len=100_000, max_logprobs=20,
+        constraints=ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=(0,)),
+    )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(

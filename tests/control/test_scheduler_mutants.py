@@ -11,6 +11,7 @@ from jaxkv.control.prefix_index import chain_hashes
 from jaxkv.control.prefix_sharing import PrefixHit, PrefixSharing
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
+from jaxkv.core.plan import Masking
 from jaxkv.core.request import SamplingParams
 from tests.support.scheduler_driver import Driver
 
@@ -24,7 +25,20 @@ class BrokenScheduler(Scheduler):
         super().add(dataclasses.replace(request, cache_salt=None) if self.mutation == "ignore_salt" else request, now)
 
     def schedule(self, now=0.0):
+        if self.mutation == "choose_before_the_mask":
+            for state in self.running:
+                if state.choice is not None:
+                    state.choice.masking = Masking.FIXED
         plan = super().schedule(now)
+        if plan is not None and self.mutation == "forget_table_updates":
+            updates = [update if update.admission else update._replace(blocks=()) for update in plan.updates]
+            plan = dataclasses.replace(plan, updates=tuple(updates))
+        if plan is not None and self.mutation == "forget_masks":
+            plan = dataclasses.replace(plan, token_masks=())
+        if plan is not None and self.mutation == "masks_of_other_rows":
+            rows = [mask.row for mask in plan.token_masks]
+            turned = zip(plan.token_masks, rows[1:] + rows[:1])
+            plan = dataclasses.replace(plan, token_masks=tuple(mask._replace(row=row) for mask, row in turned))
         if plan is not None and self.mutation == "forget_copies":
             plan = dataclasses.replace(plan, block_copies=())
         if plan is not None and self.mutation == "copy_too_little":
@@ -57,10 +71,6 @@ class BrokenScheduler(Scheduler):
             self.blocks.free(state.blocks[-1:])
         super()._release(state)
 
-    def _upload_blocks(self, state):
-        update = super()._upload_blocks(state)
-        return update._replace(blocks=()) if self.mutation == "forget_table_updates" else update
-
 
 def hashes_without_parent(parent, blocks):
     return [chain_hashes(parent, [block])[0] for block in blocks]
@@ -83,6 +93,9 @@ def hashes_without_parent(parent, blocks):
         "fork_shares_last_token",
         "group_of_too_many_blocks",
         "group_of_other_rows",
+        "forget_masks",
+        "masks_of_other_rows",
+        "choose_before_the_mask",
     ],
 )
 def test_oracle_catches_mutants(mutation, monkeypatch):
@@ -103,7 +116,8 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
         rng = random.Random(1)
         for index in range(40):
             prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
-            parent = driver.add(prompt, SamplingParams(max_tokens=12), cache_salt="ab"[index % 2])
+            words = ("some",) if index % 5 == 0 else ()
+            parent = driver.add(prompt, SamplingParams(max_tokens=12, bad_words=words), cache_salt="ab"[index % 2])
             if with_forks and index % 4 == 0:
                 driver.fork(parent, SamplingParams(max_tokens=12))
             if index % 3 == 0:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv.control.validation import checked_request, checked_sampling
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import Request, SamplingParams
+from jaxkv.core.request import Request, SamplingParams, StructuredOutputs
 
 LIMITS = {"vocab_size": 100, "max_model_len": 64, "max_logprobs": 5}
 WRONG = {
@@ -16,6 +16,7 @@ WRONG = {
     "skip_special_tokens": ["yes"], "n": [0, -1, 1.5, None, True], "repetition_penalty": [None, "1"],
     "presence_penalty": [True], "frequency_penalty": ["0"],
     "logit_bias": [3, None, (1, 2), ((1, "2"),), {"1": 2.0}, {1: True}, ((1, 2, 3),)], "prompt_logprobs": [True, 1.0],
+    "allowed_token_ids": [3, (1.5,), "ab"], "bad_words": ["text", (1,), None], "structured_outputs": [{}, "json", True],
 }  # fmt: skip
 
 
@@ -49,6 +50,18 @@ def test_logit_bias_is_a_mapping_or_pairs_and_leaves_as_pairs():
 @pytest.mark.parametrize(
     "name, value, words",
     [
+        ("allowed_token_ids", (100,), "ids of this model are 0 to 99"),
+        ("allowed_token_ids", (), "at least one"),
+        ("bad_words", ("",), "1 to 1024 characters"),
+        ("bad_words", ("  ",), "not all of them spaces"),
+        ("bad_words", ("x",) * 1001, "at most 1000"),
+        ("structured_outputs", StructuredOutputs(), "sets nothing"),
+        ("structured_outputs", StructuredOutputs(json_object=False), "sets nothing"),
+        ("structured_outputs", StructuredOutputs(regex="a", choice=("b",)), "sets regex, choice"),
+        ("structured_outputs", StructuredOutputs(regex=7), "regex is a int; it must be a text"),
+        ("structured_outputs", StructuredOutputs(json=7), "json is a int; it must be a JSON Schema"),
+        ("structured_outputs", StructuredOutputs(choice=()), "at least one text"),
+        ("structured_outputs", StructuredOutputs(choice=("a", "")), "none may be empty"),
         ("repetition_penalty", 0.0, "0.01 to 100"),
         ("repetition_penalty", float("nan"), "nan"),
         ("presence_penalty", 2.01, "-2 to 2"),

@@ -17,6 +17,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.request import FinishReason, Request, SamplingParams
+from jaxkv.core.token_constraint import TokenConstraint, allows
 from jaxkv.execution.jax_executor import JaxExecutor
 from tests.support.config_matrix import MATRIX
 from tests.support.dense_model import DenseModel
@@ -45,13 +46,24 @@ def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
     return np.asarray(jax.random.gumbel(key, (vocab_size,)))
 
 
-def check_tokens(config: ModelConfig, prompt: tuple[int, ...], tokens: tuple[int, ...], params: SamplingParams) -> int:
-    """Every token is the dense model's choice or a near tie with it; returns the number of near ties."""
+def check_tokens(
+    config: ModelConfig,
+    prompt: tuple[int, ...],
+    tokens: tuple[int, ...],
+    params: SamplingParams,
+    constraint: TokenConstraint | None = None,
+) -> int:
+    """Every token is the dense model's choice or a near tie with it, among what `constraint` allows; returns the number of
+    near ties."""
     logits = dense_logits(config, prompt + tokens)[len(prompt) - 1 : -1]
     near_ties = 0
     for i, (row, token) in enumerate(zip(logits, tokens, strict=True)):
         forbidden = params.stop_token_ids if i < params.min_tokens else ()
         scores, slack = adjusted_logits(row, params, prompt, tokens[:i], forbidden), NEAR_TIE
+        if constraint is not None:
+            mask = constraint.mask()
+            scores = np.where([allows(mask, id) for id in range(len(row))], scores, -np.inf)
+            constraint.accept((token,))
         if params.temperature > 0:
             noise = gumbel(params.seed, len(prompt) + i, len(row))
             scores, slack = filtered_logits(scores, params) + noise, NEAR_TIE / params.temperature

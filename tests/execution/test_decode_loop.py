@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkv.core.plan import Admission, PrefillChunk, RowUpdate
+from jaxkv.core.plan import Admission, Masking, PrefillChunk, RowUpdate, TokenMask
 from jaxkv.core.request import SamplingParams
+from jaxkv.core.token_constraint import mask_of
 from jaxkv.execution.decode_loop import decode_steps
 from jaxkv.execution.kv_cache import empty_cache
 from jaxkv.execution.step_output import EXHAUSTED, STOPPED
@@ -46,15 +47,31 @@ class Device:
         """Each row owns eight scattered blocks: room for 128 tokens."""
         return tuple(range(5 + row, 5 + row + 8 * 7, 7))
 
-    def start(self, rows=tuple(PROMPTS), *, budget=100, min_tokens=0, stop_ids=(), sampling=GREEDY) -> np.ndarray:
+    def start(
+        self, rows=tuple(PROMPTS), *, budget=100, min_tokens=0, stop_ids=(), sampling=GREEDY, masking=None, masks=None
+    ) -> np.ndarray:
         """Admit and prefill rows in one call; returns the packed output [R, 3] of the prefill."""
         updates = tuple(
-            RowUpdate(row, 0, self.blocks(row), Admission(sampling, budget, min_tokens, tuple(stop_ids)))
+            RowUpdate(
+                row,
+                0,
+                self.blocks(row),
+                Admission(
+                    sampling, budget, min_tokens, tuple(stop_ids), masking=(masking or {}).get(row, Masking.NONE)
+                ),
+            )
             for row in rows
         )
         for batch in self.programs.pack_updates(updates):
             self.state = self.programs.apply_updates(self.state, batch)
+        self.tell(masks or {})
         return self.prefill([PrefillChunk(str(row), row, 0, PROMPTS[row], True) for row in rows])
+
+    def tell(self, masks: dict) -> None:
+        """Masks by row: the ids that they allow."""
+        told = tuple(TokenMask(row, mask_of(ids, CONFIG.vocab_size)) for row, ids in masks.items())
+        for update in self.programs.pack_masks(told):
+            self.state = self.programs.apply_masks(self.state, update)
 
     def prefill(self, chunks: list[PrefillChunk]) -> np.ndarray:
         self.cache, self.state, output = self.programs.run_prefill(
@@ -112,6 +129,34 @@ def test_a_prompt_in_chunks_starts_only_with_its_last():
     assert packed[0].tolist() == [1, 0, greedy(0)[0]]
     assert device.state.active[0] and device.state.seq_len[0] == 20
     assert tuple(device.decode([0], 4)[0, 2:6]) == greedy(0)[1:5]
+
+
+def test_a_row_that_waits_for_masks_takes_one_step_a_call():
+    """Its neighbours take all; masks hold from the step after they were told, and leave other rows alone."""
+    device = Device()
+    masks = {0: [greedy(0)[1]], 2: [5, 9], 3: range(CONFIG.vocab_size)}
+    kinds = {0: Masking.EACH_TOKEN, 2: Masking.FIXED, 3: Masking.NONE}
+    device.start(masking=kinds, masks={0: [greedy(0)[0]], 2: [5, 9]})
+    device.tell(masks)
+    packed = device.decode([3, 0, 2], 8)
+    assert packed[:3, 0].tolist() == [8, 1, 8] and packed[:3, 1].tolist() == [0, 0, 0]
+    assert tuple(packed[0, 2:]) == greedy(3)[1:9] and packed[1, 2] == greedy(0)[1]
+    assert set(packed[2, 2:].tolist()) <= {5, 9}
+    assert device.state.active.tolist() == [True, False, True, True, False], "the row that waits has not ended"
+    device.tell({0: [greedy(0)[2]]})
+    packed = device.decode([0], 8, bucket=1)
+    assert packed[0, :3].tolist() == [1, 0, greedy(0)[2]]
+
+
+def test_a_row_that_waits_for_masks_ends_like_others():
+    device = Device()
+    stop = greedy(0)[1]
+    every = {0: range(CONFIG.vocab_size)}
+    device.start((0,), stop_ids=(stop,), masking={0: Masking.EACH_TOKEN}, masks=every)
+    assert device.decode([0], 8)[0, :3].tolist() == [1, STOPPED, stop] and not device.state.active[0]
+    assert device.decode([0], 8)[0, 0] == 0
+    device.start((0,), budget=2, masking={0: Masking.EACH_TOKEN}, masks=every)
+    assert device.decode([0], 8)[0, :2].tolist() == [1, EXHAUSTED] and not device.state.active[0]
 
 
 def test_budget_ends_a_row():

@@ -80,9 +80,9 @@ def test_temporaries_do_not_grow_with_max_model_len(kind, bucket):
     assert 4 * table_growth < kv_growth / 100
 
 
-@pytest.mark.parametrize("kind, bucket", [("decode", 4), ("first", None), ("adjust", None)])
-def test_token_counts_are_updated_in_place(kind, bucket):
-    """They are the biggest part of the decode state, 1.9 MB here: no step may copy them, in its loop or around it."""
+@pytest.mark.parametrize("kind, bucket", [("decode", 4), ("first", None), ("adjust", None), ("mask", None)])
+def test_counts_and_masks_are_updated_in_place(kind, bucket):
+    """They are the biggest part of the decode state, 1.9 and 0.1 MB here: no step may copy them, in its loop or around it."""
     config = parse(tiny_config(vocab_size=30_011, num_hidden_layers=1))
     programs = make_programs(config, num_blocks=33, max_num_seqs=31, decode_buckets=(4,))
     state = programs.abstract_state
@@ -91,6 +91,9 @@ def test_token_counts_are_updated_in_place(kind, bucket):
     compiled = programs.lower(kind, bucket).compile()
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
-    results = [line.split(" = ", 1)[1] for line in compiled.as_text().splitlines() if " = u16[32,30011]" in line]
-    kinds = {re.match(r"u16\[32,30011\]\{[\d,]*\} ([\w-]+)\(", result)[1] for result in results}
-    assert "fusion" in kinds and "copy" not in kinds and "copy-start" not in kinds, kinds
+    assert state.adjustments.mask.shape == (32, 938)
+    for array, is_written in (("u16[32,30011]", kind != "mask"), ("u32[32,938]", kind == "mask")):
+        results = [line.split(" = ", 1)[1] for line in compiled.as_text().splitlines() if f" = {array}" in line]
+        kinds = {re.match(rf"{re.escape(array)}\{{[\d,]*\}} ([\w-]+)\(", result)[1] for result in results}
+        assert "copy" not in kinds and "copy-start" not in kinds, kinds
+        assert bool(kinds - {"parameter", "get-tuple-element"}) == is_written, kinds

@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxkv.core.plan import Admission
+from jaxkv.core.plan import Admission, TokenMask
 from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams
+from jaxkv.core.token_constraint import mask_of
 from jaxkv.execution import sampling
 from jaxkv.execution.decode_state import DecodeState, empty_state
-from jaxkv.execution.logit_adjustments import COUNTS_A_CALL, adjust, apply_adjustments, count_tokens, pack_adjustments
+from jaxkv.execution.logit_adjustments import (
+    COUNTS_A_CALL,
+    MASKS_A_CALL,
+    adjust,
+    apply_adjustments,
+    apply_masks,
+    count_tokens,
+    pack_adjustments,
+    pack_masks,
+)
 from tests.support.chi_square import chi_square_and_limit
 from tests.support.numpy_sampling import adjusted_logits, filtered_logits, softmax
 from tests.support.sampling_rows import rows_of
@@ -238,3 +248,40 @@ def test_a_batch_that_asks_for_nothing_computes_nothing_of_it(kind):
     optional = {("uint16", (4, vocab)), ("float32", (4, MAX_LOGIT_BIASES))}
     assert optional <= inside and not optional & outside
     assert ("float32", (4, vocab)) in outside, "the logits themselves are there: shapes are seen"
+
+
+@hypothesis.given(st.sampled_from([1, 31, 32, 33, 100]), st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=30, deadline=None)
+def test_masks_forbid_exactly_what_is_outside_them(vocab, seed):
+    """In the rows that have one; after a bias, which they overrule."""
+    rng = np.random.default_rng(seed)
+    params = [
+        SamplingParams(temperature=0.0, allowed_token_ids=(0,)),
+        SamplingParams(temperature=0.0, allowed_token_ids=(0,), logit_bias={int(rng.integers(vocab)): 90.0}),
+        SamplingParams(temperature=0.0),
+    ]
+    state = state_with([Row(p) for p in params], vocab)
+    allowed = rng.random((3, vocab)) < rng.choice([0.05, 0.5, 1.0])
+    masks = tuple(TokenMask(row, mask_of(np.flatnonzero(allowed[row]).tolist(), vocab)) for row in range(3))
+    for update in pack_masks(masks, dead_row=3, num_words=-(-vocab // 32)):
+        state = apply_masks(state, update)
+    logits, ids = rng.normal(size=(3, vocab)).astype(np.float32), jnp.arange(3)
+    none = np.zeros(3, bool)
+    result = np.asarray(adjust_jitted(logits, state.take(ids), state.adjustments, ids, none))
+    for row, p in enumerate(params):
+        expected = adjusted_logits(logits[row], p, (), (), ())
+        if p.has_constraint:
+            expected = np.where(allowed[row], expected, -np.inf)
+        np.testing.assert_allclose(result[row], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [2, 40])
+def test_more_masks_than_a_call_takes(num_rows):
+    masks = tuple(TokenMask(row, mask_of((row,), 64)) for row in range(num_rows))
+    updates = pack_masks(masks, dead_row=num_rows, num_words=2)
+    assert len(updates) == -(-num_rows // min(num_rows, MASKS_A_CALL))
+    state = empty_state(num_rows, 1, 4, 64)
+    for update in updates:
+        state = apply_masks(state, update)
+    words = np.asarray(state.adjustments.mask[:num_rows]).astype(np.uint64)
+    assert (words[:, 0] | words[:, 1] << np.uint64(32)).tolist() == [1 << row for row in range(num_rows)]

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from jaxkv.async_engine import AsyncEngine
+from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.server.app import create_app
 from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import Front, guard
@@ -44,6 +45,9 @@ class Running:
         self.serving = Serving(
             engine=self.async_engine, tokenizer=tokenizer, model_names=("fake", "alias"),
             vocab_size=tokenizer.vocab_size, max_model_len=MAX_MODEL_LEN, max_logprobs=5,
+            constraints=ConstraintCompiler(
+                tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids
+            ),
         )  # fmt: skip
         # With its protocol named, as scripts/serve.py has it, asyncio switches Nagle's algorithm off: 40 ms a request.
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from tests.support.demo import demo_source, demo_tokenizer
@@ -90,6 +92,28 @@ def test_openai_logprobs(client):
     assert [echo.text[i:].startswith(t) for i, t in zip(echo.logprobs.text_offset, echo.logprobs.tokens)] == [True] * 5
 
 
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    country: Literal["France", "Italy"]
+    inhabitants: int = pydantic.Field(ge=0, le=99_999_999)
+
+
+def test_openai_parses_what_it_asked_for(client):
+    """`parse` sends the model's JSON Schema, and makes an object of what comes."""
+    reply = client.chat.completions.parse(
+        model="demo", messages=QUESTION, response_format=City, temperature=0, max_tokens=80
+    )
+    city = reply.choices[0].message.parsed
+    assert isinstance(city, City) and reply.choices[0].finish_reason == "stop"
+    many = client.completions.create(
+        model="demo", prompt="Is it so?", n=8, temperature=1.5, seed=3, max_tokens=20,
+        extra_body={"structured_outputs": {"choice": [" yes", " certainly not", " 👍"]}},
+    )  # fmt: skip
+    texts = {choice.text for choice in many.choices}
+    assert texts <= {" yes", " certainly not", " 👍"} and len(texts) > 1
+    assert all(choice.finish_reason == "stop" for choice in many.choices)
+
+
 def test_openai_error_classes(client, running, byte_level):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="other", prompt="x")
@@ -100,8 +124,10 @@ def test_openai_error_classes(client, running, byte_level):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="demo", messages=QUESTION, temperature=-1)
     assert caught.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
-        client.chat.completions.create(model="demo", messages=QUESTION, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="takes no tools") as caught:
+        tool = {"type": "function", "function": {"name": "now"}}
+        client.chat.completions.create(model="demo", messages=QUESTION, tools=[tool])
+    assert caught.value.param == "tools"
     with pytest.raises(openai.BadRequestError, match="not valid JSON|JSON object"):
         client.post("/completions", body="{", cast_to=object)
     with running(byte_level, guards={"api_keys": ["right"]}) as fake:

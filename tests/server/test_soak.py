@@ -3,6 +3,7 @@ or mixed up, nothing leaked, and the server as healthy afterwards as before."""
 
 import asyncio
 import collections
+import functools
 import gc
 import json
 import logging
@@ -19,7 +20,8 @@ import uvicorn
 from benchlib.random_model import byte_tokenizer
 
 from jaxkv.async_engine import AsyncEngine
-from jaxkv.core.request import Request, SamplingParams
+from jaxkv.constraints.compiler import ConstraintCompiler
+from jaxkv.core.request import Request, SamplingParams, StructuredOutputs
 from jaxkv.server.app import create_app
 from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import Front, guard
@@ -40,6 +42,11 @@ def tokenizer():
     return Tokenizer(byte_tokenizer(), special_tokens={})
 
 
+@functools.cache
+def constraints():
+    return ConstraintCompiler(tokenizer(), vocab_size=VOCAB, eos_token_ids=(0,))
+
+
 def make_bodies(rng):
     """Requests that may be asked, all with a defined answer: greedy, or with a seed."""
     heads = [random_tokens(length, VOCAB, seed=length) for length in (20, 40, 90)]
@@ -51,6 +58,10 @@ def make_bodies(rng):
             body |= {"temperature": 0.8, "seed": i, "top_p": 0.9}
         if i % 10 == 0:
             body |= {"n": rng.randint(2, 3)}
+        if i % 7 == 0:
+            body |= {"structured_outputs": {"regex": "([a-y ]+z){300}"}}
+        if i % 7 == 1:
+            body |= {"allowed_token_ids": list(range(65, 91))}
         bodies.append(body)
     return bodies
 
@@ -60,8 +71,15 @@ def answers_of(config, bodies):
     requests = []
     for i, body in enumerate(bodies):
         names = ("n", "max_tokens", "temperature", "seed", "top_p")
-        sampling = SamplingParams(**{name: body[name] for name in names if name in body})
-        requests += Request(str(i), tuple(body["prompt"]), sampling).sequences()
+        sampling = SamplingParams(
+            **{name: body[name] for name in names if name in body},
+            allowed_token_ids=tuple(body["allowed_token_ids"]) if "allowed_token_ids" in body else None,
+            structured_outputs=StructuredOutputs(**body["structured_outputs"])
+            if "structured_outputs" in body
+            else None,
+        )
+        constraint = constraints().compile(sampling)
+        requests += Request(str(i), tuple(body["prompt"]), sampling, constraint=constraint).sequences()
     news = run_requests(make_engine(config), requests)
     answers = collections.defaultdict(list)
     for request in requests:
@@ -98,8 +116,9 @@ class Server:
         self.core = make_engine(config, num_blocks=NUM_BLOCKS)
         self.engine = AsyncEngine(CheckedEngine(self.core), tokenizer(), max_num_queued_reqs=QUEUE)
         serving = Serving(
-            self.engine, tokenizer(), ("tiny",), VOCAB, max_model_len=LIMITS.max_model_len, max_logprobs=5
-        )
+            self.engine, tokenizer(), ("tiny",), VOCAB, max_model_len=LIMITS.max_model_len, max_logprobs=5,
+            constraints=constraints(),
+        )  # fmt: skip
         self.front = Front(create_app(serving))
         app = guard(self.front, max_body_bytes=BODY_BYTES)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -199,7 +218,9 @@ class Client:
             assert body["usage"]["completion_tokens"] == sum(count for _, count in self.answers[number])
 
     async def batch(self):
-        numbers = [self.rng.choice([i for i in range(len(self.bodies)) if i % 3 and i % 10]) for _ in range(3)]
+        numbers = [
+            self.rng.choice([i for i in range(len(self.bodies)) if i % 3 and i % 10 and i % 7 > 1]) for _ in range(3)
+        ]
         longest = min(self.bodies[i]["max_tokens"] for i in numbers)
         numbers = [i for i in numbers if self.bodies[i]["max_tokens"] == longest]
         body = {"prompt": [self.bodies[i]["prompt"] for i in numbers], "max_tokens": longest, "temperature": 0}

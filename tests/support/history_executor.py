@@ -8,8 +8,10 @@ import dataclasses
 import zlib
 
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.core.plan import RowResult, StepPlan, StepResult, StepTiming
+from jaxkv.core.plan import Masking, RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import FinishReason, Request, TokenLogprobs
+from jaxkv.core.token_constraint import allows
+from tests.support.constraints import constraint_for
 
 VOCAB = 5
 
@@ -19,6 +21,10 @@ def next_token(history, seed, forbidden=()):
     while token in forbidden:
         token = (token + 1) % VOCAB
     return token
+
+
+def not_in(mask):
+    return {token for token in range(VOCAB) if not allows(mask, token)}
 
 
 def naive_generate(request, seed, limits, inherited=()):
@@ -31,9 +37,18 @@ def naive_generate(request, seed, limits, inherited=()):
     if sampling.max_tokens is not None:
         longest = min(limits.max_model_len, len(prompt) + sampling.max_tokens)
     history = [*prompt, *inherited]
+    constraint = constraint_for(sampling, VOCAB)
+    if constraint is not None:
+        constraint.accept(inherited)
     while True:
         early = len(history) - len(prompt) < sampling.min_tokens
-        history.append(next_token(history, seed, sampling.stop_token_ids if early else ()))
+        forbidden = set(sampling.stop_token_ids) if early else set()
+        if constraint is not None:
+            outside = not_in(constraint.mask())
+            forbidden = outside if len(outside | forbidden) == VOCAB else outside | forbidden
+        history.append(next_token(history, seed, forbidden))
+        if constraint is not None:
+            constraint.accept(history[-1:])
         if history[-1] in sampling.stop_token_ids:
             return tuple(history[len(prompt) :]), FinishReason.STOP
         if len(history) == longest:
@@ -49,6 +64,7 @@ class Row:
     seq_len: int = 0  # tokens with K/V
     emitted: int = 0
     active: bool = False
+    mask: bytes | None = None
 
 
 class HistoryExecutor:
@@ -80,6 +96,9 @@ class HistoryExecutor:
                 assert 0 < block < limits.num_blocks and column * limits.block_size < limits.max_model_len
                 assert column not in row.table or update.admission is not None, "a column is written twice"
                 row.table[column] = block
+        for index, mask in plan.token_masks:
+            assert self.rows[index].admission.masking is not Masking.NONE
+            self.rows[index].mask = mask
         results = []
         for chunk in plan.prefill:  # all writes of a call come before its first read
             self._write(chunk.request_id, self.rows[chunk.row], chunk.start, chunk.token_ids)
@@ -103,8 +122,9 @@ class HistoryExecutor:
         emitted = {entry.row: [] for entry in plan.decode}
         for entry in plan.decode:
             assert self.rows[entry.row].request_id == entry.request_id
-        for _ in range(plan.num_steps):
+        for step in range(plan.num_steps):
             active = [entry.row for entry in plan.decode if self.rows[entry.row].active]
+            active = [r for r in active if step == 0 or self.rows[r].admission.masking is not Masking.EACH_TOKEN]
             for index in active:
                 row = self.rows[index]
                 self._write(row.request_id, row, row.seq_len, (row.last_token,))
@@ -153,7 +173,12 @@ class HistoryExecutor:
 
     def _sample(self, row, history):
         admission = row.admission
-        forbidden = admission.stop_ids if row.emitted < admission.min_new_tokens else ()
+        forbidden = set(admission.stop_ids) if row.emitted < admission.min_new_tokens else set()
+        if admission.masking is not Masking.NONE:
+            assert row.mask is not None, "a token without a mask for it"
+            forbidden |= not_in(row.mask)
+            if admission.masking is Masking.EACH_TOKEN:
+                row.mask = None
         row.last_token = next_token(history, admission.sampling.seed, forbidden)
         row.emitted += 1
         row.active = row.last_token not in admission.stop_ids and row.emitted < admission.max_new_tokens

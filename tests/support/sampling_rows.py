@@ -22,6 +22,7 @@ def rows_of(params: list[SamplingParams]) -> RowSampling:
         presence_penalty=column((p.presence_penalty for p in params), np.float32),
         frequency_penalty=column((p.frequency_penalty for p in params), np.float32),
         adjusts=column((p.has_penalties or bool(p.logit_bias) for p in params), np.bool_),
+        masked=column((p.has_constraint for p in params), np.bool_),
         seed=column((p.seed or 0 for p in params), np.uint32),
         num_logprobs=column((-1 if p.logprobs is None else p.logprobs for p in params), np.int32),
     )

@@ -17,6 +17,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import MissReason
 from jaxkv.core.request import FinishReason, Request, SamplingParams
+from tests.support.constraints import constraint_for
 from tests.support.history_executor import VOCAB, HistoryExecutor, naive_generate
 
 
@@ -35,7 +36,7 @@ class Driver:
 
     def add(self, prompt, sampling, **fields):
         request_id = f"r{next(self.numbers)}"
-        request = Request(request_id, tuple(prompt), sampling, **fields)
+        request = Request(request_id, tuple(prompt), sampling, constraint=constraint_for(sampling, VOCAB), **fields)
         self.scheduler.add(request)
         self.expect(request)
         return request_id
@@ -176,7 +177,15 @@ def random_sampling(rng, room):
         stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1]))),
         min_tokens=min(rng.choice([0, 0, 2, 6]), room, max_tokens or room),
         prompt_logprobs=rng.choice([None, None, None, 1]),
+        **random_token_limits(rng),
     )
+
+
+def random_token_limits(rng):
+    kind = rng.choice(["any", "any", "any", "each token", "fixed"])
+    if kind == "each token":
+        return {"bad_words": ("some",)}
+    return {"allowed_token_ids": tuple(rng.sample(range(VOCAB), rng.randint(1, 3)))} if kind == "fixed" else {}
 
 
 def random_setup(rng):
@@ -211,8 +220,14 @@ def random_setup(rng):
 
 def fork_random(driver, rng):
     parent_id = rng.choice(driver.scheduler.live_ids)
-    room = driver.limits.max_model_len - len(driver.executor.requests[parent_id][0].prompt_token_ids)
-    return driver.fork(parent_id, dataclasses.replace(random_sampling(rng, room), prompt_logprobs=None))
+    parent = driver.executor.requests[parent_id][0]
+    limited = parent.sampling if rng.random() < 0.5 else SamplingParams()
+    room = driver.limits.max_model_len - len(parent.prompt_token_ids)
+    sampling = dataclasses.replace(
+        random_sampling(rng, room), prompt_logprobs=None,
+        allowed_token_ids=limited.allowed_token_ids, bad_words=limited.bad_words,
+    )  # fmt: skip
+    return driver.fork(parent_id, sampling)
 
 
 def add_random(driver, rng):

@@ -1,0 +1,69 @@
+"""From what a request's sampling parameters ask of its tokens to the constraint that sees to it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxkv.constraints.grammar import GrammarCompiler
+from jaxkv.constraints.token_lists import TokenLists
+from jaxkv.control.validation import check_token_limits
+from jaxkv.core.request import SamplingParams
+from jaxkv.core.token_constraint import ConstraintError, TokenConstraint, is_empty
+from jaxkv.tokenization.tokenizer import Tokenizer
+
+
+class BothOf:
+    """A `TokenConstraint`: what two others both allow."""
+
+    def __init__(self, first: TokenConstraint, second: TokenConstraint):
+        self._first, self._second = first, second
+        self.is_fixed = first.is_fixed and second.is_fixed
+
+    def mask(self) -> bytes:
+        first, second = self._first.mask(), self._second.mask()
+        both = (int.from_bytes(first, "little") & int.from_bytes(second, "little")).to_bytes(len(first), "little")
+        if is_empty(both):
+            raise ConstraintError("structured_outputs, allowed_token_ids and bad_words leave no token between them")
+        return both
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        self._first.accept(token_ids)
+        self._second.accept(token_ids)
+
+    def copy(self) -> "BothOf":
+        return BothOf(self._first.copy(), self._second.copy())
+
+
+class ConstraintCompiler:
+    """Makes `Request.constraint` of sampling parameters. Safe to use from several threads; compiling a grammar may take 0.1 s.
+
+    Args:
+      vocab_size: ids the model has, which may be more than the tokenizer knows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, tuple(eos_token_ids) or tokenizer.eos_token_ids)
+
+    def compile(self, sampling: SamplingParams) -> TokenConstraint | None:
+        """In its first state; None where any token may come.
+
+        Raises:
+          RequestError: naming the parameter that no constraint can be made of.
+        """
+        if not sampling.has_constraint:
+            return None
+        check_token_limits(sampling, self._vocab_size)
+        lists = grammar = None
+        if sampling.allowed_token_ids is not None or sampling.bad_words:
+            bad = [ids for word in sampling.bad_words for ids in self._encodings(word)]
+            lists = TokenLists(sampling.allowed_token_ids, bad, self._vocab_size)
+        if sampling.structured_outputs is not None:
+            grammar = self._grammars.compile(sampling.structured_outputs)
+        return BothOf(grammar, lists) if lists and grammar else lists or grammar
+
+    def _encodings(self, word: str) -> Iterator[list[int]]:
+        """As it stands inside a text: alone, and after a space where that is not the space and then the same."""
+        word = word.lstrip()
+        alone, spaced = (self._tokenizer.encode_inside(text) for text in (word, f" {word}"))
+        yield alone
+        if spaced[-len(alone) :] != alone:
+            yield spaced

@@ -1,0 +1,205 @@
+"""Constraints that are grammars, by llguidance: JSON Schema, regular expressions, choices and context-free grammars.
+
+llguidance parses the output so far and finds the tokens that can come next, in some 50 us a token. It is Rust without
+dependencies; xgrammar would bring torch.
+"""
+
+import collections
+import concurrent.futures
+import functools
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.core.errors import RequestError
+from jaxkv.core.request import StructuredOutputs
+from jaxkv.core.token_constraint import ConstraintError, mask_bytes
+from jaxkv.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+# Grammars remembered, compiled: an application sends the same few schemas over and over.
+_REMEMBERED = 64
+# Of a whole grammar; of a text within it (a pattern, a choice): an expression of n parts may take n^2 steps to compile.
+_MOST_CHARACTERS, _MOST_CHARACTERS_A_TEXT = 100_000, 10_000
+# llguidance recurses along chains of rules: 5,000 of them overflow a stack of 8 MiB, which ends the process.
+_STACK_BYTES = 512 * 2**20
+_LIMITS = {
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_items_in_row": 1_000,
+    "max_grammar_size": 200_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+# Masks are worked out in the engine's thread, where everybody waits: so many seconds of CPU in all, and so many more with
+# each token. The usual mask takes 50 us.
+_SECONDS, _SECONDS_A_TOKEN = 0.2, 0.005
+# Between the parts of a JSON value: what json.dumps and pretty printers write. A small model that may write any amount of
+# white space can go on with it for ever.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \n]?[ ]{0,40}"}
+
+
+class GrammarConstraint:
+    """A `TokenConstraint` over an llguidance matcher."""
+
+    is_fixed = False
+
+    def __init__(self, matcher: "llguidance.LLMatcher", num_bytes: int, first_mask: bytes | None = None):
+        self._matcher, self._num_bytes, self._first_mask = matcher, num_bytes, first_mask
+        self._seconds_left = _SECONDS
+
+    def mask(self) -> bytes:
+        if self._first_mask is not None:
+            return self._first_mask
+        begin = time.thread_time()
+        mask = self._matcher.compute_bitmask()
+        self._check(begin)
+        return mask[: self._num_bytes].ljust(self._num_bytes, b"\0")
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        self._first_mask = None
+        for token_id in token_ids:
+            if self._matcher.is_stopped() and not self._matcher.is_error():
+                return  # the text is complete, and the request goes on past its end
+            begin = time.thread_time()
+            self._matcher.consume_token(token_id)
+            self._seconds_left += _SECONDS_A_TOKEN
+            self._check(begin)
+
+    def copy(self) -> "GrammarConstraint":
+        return GrammarConstraint(self._matcher.deep_copy(), self._num_bytes, self._first_mask)
+
+    def _check(self, begin: float) -> None:
+        self._seconds_left -= time.thread_time() - begin
+        if self._matcher.is_error():
+            raise ConstraintError(f"structured_outputs cannot go on: {_first_line(self._matcher.get_error())}")
+        if self._seconds_left < 0:
+            raise ConstraintError("structured_outputs is too complex: working out its masks takes too long")
+
+
+class GrammarCompiler:
+    """Makes constraints of `StructuredOutputs`. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._compiled: collections.OrderedDict[str, GrammarConstraint] = collections.OrderedDict()
+
+    def compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
+        """Raises RequestError for a schema, regex or grammar that does not compile."""
+        if not self._eos_token_ids:
+            raise RequestError(
+                "this model has no end-of-sequence id, and structured_outputs could not end", param="structured_outputs"
+            )
+        return self._thread.submit(self._compile, wanted).result()
+
+    @functools.cached_property
+    def _thread(self) -> concurrent.futures.ThreadPoolExecutor:
+        """One with a large stack, of which only what is used takes memory."""
+        thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-grammars")
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.submit(int).result()  # it begins here
+        finally:
+            threading.stack_size(usual)
+        return thread
+
+    def _compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
+        name = next(name for name, value in vars(wanted).items() if value is not None)
+        try:
+            grammar = _grammar(wanted)
+        except Exception as error:  # the converter of GBNF raises bare ones
+            raise _refusal(name, "is not valid", error) from error
+        known = self._compiled.get(grammar)
+        if known is not None:
+            self._compiled.move_to_end(grammar)
+            return known
+        import llguidance
+
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refusal(name, "cannot be compiled", matcher.get_error())
+        num_bytes = mask_bytes(self._vocab_size)
+        try:
+            constraint = GrammarConstraint(matcher, num_bytes, GrammarConstraint(matcher, num_bytes).mask())
+        except ConstraintError as error:
+            raise RequestError(str(error), param="structured_outputs") from error
+        self._compiled[grammar] = constraint
+        while len(self._compiled) > _REMEMBERED:
+            self._compiled.popitem(last=False)
+        return constraint
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "llguidance.LLTokenizer":
+        """Takes 0.2 s for a vocabulary of 49,152."""
+        import llguidance
+
+        source = llguidance.TokenizerWrapper(_TokenizerView(self._tokenizer, self._eos_token_ids))
+        return llguidance.LLTokenizer(source, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids))
+
+
+def _refusal(name: str, verdict: str, error: object) -> RequestError:
+    return RequestError(f"structured_outputs.{name} {verdict}: {_first_line(error)}", param="structured_outputs")
+
+
+class _TokenizerView:
+    """What llguidance wants to know of a tokenizer; the bytes are those that our texts are made of."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_token_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes[i] for i in range(tokenizer.vocab_size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode_inside(text)
+
+
+def _grammar(wanted: StructuredOutputs) -> str:
+    """In llguidance's form. Raises ValueError."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.json is not None or wanted.json_object:
+        schema = {"type": "object"} if wanted.json is None else wanted.json
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a JSON Schema is an object, or true")
+        _check_texts(schema)
+        # As text: llguidance follows an object of Python's without looking how deep it is.
+        return LLMatcher.grammar_from_json_schema(_checked(json.dumps(schema or {})), overrides=_JSON_OPTIONS)
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(_checked(wanted.regex, _MOST_CHARACTERS_A_TEXT))
+    if wanted.choice is not None:
+        choices = [json.dumps(_checked(text, _MOST_CHARACTERS_A_TEXT), ensure_ascii=False) for text in wanted.choice]
+        return LLMatcher.grammar_from_lark(_checked("start: " + " | ".join(choices)))
+    return LLMatcher.grammar_from_lark(_checked(any_to_lark(_checked(wanted.grammar))))
+
+
+def _checked(text: str, most: int = _MOST_CHARACTERS) -> str:
+    if len(text) > most:
+        raise ValueError(f"{len(text)} characters; at most {most} are allowed")
+    return text
+
+
+def _check_texts(schema: Any) -> None:
+    """Refuse long texts anywhere in a schema, such as patterns."""
+    values = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            _checked(value, _MOST_CHARACTERS_A_TEXT)
+        elif isinstance(value, Mapping):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]

@@ -1,0 +1,210 @@
+"""Grammars on real tokenizers of both families: what the masks let through, at random, is what was asked for."""
+
+import json
+import pathlib
+import random
+import re
+import runpy
+import threading
+
+import pytest
+
+from jaxkv.constraints.compiler import ConstraintCompiler
+from jaxkv.core.errors import RequestError
+from jaxkv.core.request import SamplingParams, StructuredOutputs
+from jaxkv.core.token_constraint import ConstraintError, allows, is_empty
+
+SMALL = runpy.run_path(pathlib.Path(__file__).parents[1] / "small_tokenizers.py")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", "👋"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["byte level", "sentencepiece"])
+def tokenizer(request):
+    return SMALL["byte_level"]() if request.param == "byte level" else SMALL["sentencepiece"]()
+
+
+PADDING = 7  # ids of the model that the tokenizer does not know
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return ConstraintCompiler(
+        tokenizer, vocab_size=tokenizer.vocab_size + PADDING, eos_token_ids=tokenizer.eos_token_ids
+    )
+
+
+def compiled(compiler, **wanted):
+    return compiler.compile(SamplingParams(structured_outputs=StructuredOutputs(**wanted)))
+
+
+def walk(constraint, tokenizer, seed, most=400):
+    """A random text that the constraint lets through to its end."""
+    rng, constraint, ids = random.Random(seed), constraint.copy(), []
+    for _ in range(most):
+        mask = constraint.mask()
+        allowed = [i for i in range(tokenizer.vocab_size + PADDING) if allows(mask, i)]
+        assert allowed and max(allowed) < tokenizer.vocab_size, "an id that the tokenizer does not know"
+        token = rng.choice(allowed)
+        constraint.accept((token,))
+        if token == tokenizer.eos_token_id:
+            return b"".join(tokenizer.token_bytes[i] for i in ids).decode()
+        ids.append(token)
+    raise AssertionError(f"no end after {most} tokens: {tokenizer.decode(ids)!r}")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_json_schema(compiler, tokenizer, seed):
+    value = json.loads(walk(compiled(compiler, json=SCHEMA), tokenizer, seed))
+    assert value.keys() == {"name", "age", "tags"} and 0 <= value["age"] <= 150 and len(value["name"]) <= 5
+    assert set(value["tags"]) <= {"a", "bé", "👋"} and len(value["tags"]) <= 2
+
+
+def test_a_schema_as_text_is_the_same(compiler):
+    assert compiled(compiler, json=json.dumps(SCHEMA)).mask() == compiled(compiler, json=SCHEMA).mask()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_choice(compiler, tokenizer, seed):
+    choices = ('yes "quoted"', "no\nline", "naïve 👋")
+    assert walk(compiled(compiler, choice=choices), tokenizer, seed) in choices
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_regex(compiler, tokenizer, seed):
+    pattern = r"[0-9]{4}-(0[1-9]|1[0-2])( é+x)?"
+    assert re.fullmatch(pattern, walk(compiled(compiler, regex=pattern), tokenizer, seed))
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: NUMBER (" plus " NUMBER)*\nNUMBER: /[0-9]{1,3}/', 'root ::= [0-9] (" plus " [0-9])*']
+)
+def test_grammar_in_both_notations(compiler, tokenizer, grammar):
+    assert re.fullmatch(r"\d{1,3}( plus \d{1,3})*", walk(compiled(compiler, grammar=grammar), tokenizer, 1, most=4000))
+
+
+def test_json_object(compiler, tokenizer):
+    """Random walks in free JSON hardly end; the beginning is enough: an object it is."""
+    constraint = compiled(compiler, json_object=True).copy()
+    constraint.accept(tokenizer.encode("{", add_special_tokens=False)[-1:])
+    assert not is_empty(constraint.mask())
+    with pytest.raises(ConstraintError, match="structured_outputs cannot go on"):
+        constraint.accept(tokenizer.encode("7", add_special_tokens=False)[-1:])
+
+
+def test_white_space_in_json_is_bounded(compiler, tokenizer):
+    """A small model that may write any amount of it can go on with it for ever."""
+    constraint = compiled(compiler, json=SCHEMA).copy()
+    constraint.accept(tokenizer.encode("{", add_special_tokens=False)[-1:])
+    space = tokenizer.encode("a  b", add_special_tokens=False)
+    space = next(i for i in space if set(tokenizer.token_bytes[i]) == {0x20})
+    for _ in range(100):
+        if not allows(constraint.mask(), space):
+            return
+        constraint.accept((space,))
+    raise AssertionError("100 tokens of white space were allowed")
+
+
+def test_only_the_end_may_follow_a_complete_text(compiler, tokenizer):
+    constraint = compiled(compiler, choice=("yes",)).copy()
+    for token in tokenizer.encode("yes", add_special_tokens=False):
+        if tokenizer.token_bytes[token].strip():
+            constraint.accept((token,))
+    mask = constraint.mask()
+    assert [i for i in range(tokenizer.vocab_size) if allows(mask, i)] == [tokenizer.eos_token_id]
+    constraint.accept((tokenizer.eos_token_id,))
+    constraint.accept((5, 6))  # past the end, where a request ignores it
+    assert not is_empty(constraint.mask())
+
+
+def test_a_copy_goes_its_own_way(compiler, tokenizer):
+    constraint = compiled(compiler, choice=("yes", "no")).copy()
+    first = tokenizer.encode("y", add_special_tokens=False)[-1:]
+    other = constraint.copy()
+    before = other.mask()
+    constraint.accept(first)
+    assert other.mask() == before != constraint.mask()
+
+
+def test_restrictions_hold_together(compiler, tokenizer):
+    y = tokenizer.encode("y", add_special_tokens=False)[-1]
+    both = compiler.compile(
+        SamplingParams(structured_outputs=StructuredOutputs(choice=("y", "n")), allowed_token_ids=(y, 1, 2))
+    )
+    assert [i for i in range(tokenizer.vocab_size) if allows(both.mask(), i)] == [y] and not both.is_fixed
+    neither = compiler.compile(
+        SamplingParams(structured_outputs=StructuredOutputs(choice=("y",)), allowed_token_ids=(1,))
+    )
+    with pytest.raises(ConstraintError, match="leave no token"):
+        neither.mask()
+
+
+def test_bad_words_are_forbidden_alone_and_after_a_space(tokenizer, compiler):
+    constraint = compiler.compile(SamplingParams(bad_words=("hello",)))
+    for text in ("hello", " hello"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        now = constraint.copy()
+        now.accept(ids[:-1])
+        if text == "hello" or len(ids) == len(tokenizer.encode("hello", add_special_tokens=False)):
+            assert not allows(now.mask(), ids[-1]), text
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        ({"json": "{"}, "structured_outputs.json is not valid"),
+        ({"json": "[1]"}, "a JSON Schema is an object"),
+        ({"json": {"type": "strange"}}, "structured_outputs.json cannot be compiled"),
+        ({"json": {"$ref": "http://example.com/schema"}}, "structured_outputs.json cannot be compiled"),
+        ({"regex": "(a"}, "structured_outputs.regex cannot be compiled"),
+        ({"regex": r"(?=a)b"}, "structured_outputs.regex cannot be compiled"),
+        ({"grammar": "start: nothing"}, "structured_outputs.grammar cannot be compiled"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
+        ({"grammar": ""}, "structured_outputs.grammar"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(compiler, wanted, message):
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        compiled(compiler, **wanted)
+    assert caught.value.param == "structured_outputs" and len(str(caught.value)) < 700
+
+
+def test_a_deep_schema_is_refused_not_fatal(compiler):
+    deep = {"type": "object"}
+    for _ in range(5000):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(RequestError, match="structured_outputs.json"):
+        compiled(compiler, json=deep)
+
+
+def test_grammars_are_remembered(compiler):
+    first = compiled(compiler, regex="[ab]{3}")
+    assert compiled(compiler, regex="[ab]{3}") is first
+    for i in range(70):
+        compiled(compiler, regex=f"x{i}")
+    assert compiled(compiler, regex="[ab]{3}") is not first
+
+
+def test_many_threads_compile_at_once(compiler, tokenizer):
+    results, errors = {}, []
+
+    def work(i):
+        try:
+            results[i] = walk(compiled(compiler, regex=f"[0-9]{{{i + 1}}}"), tokenizer, i)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and all(re.fullmatch(rf"\d{{{i + 1}}}", results[i]) for i in range(8))
