@@ -69,26 +69,34 @@ def empty_layer_kv(
     return LayerKV(zeros(shape, stored.dtype), values, *scales, bits_of=bits_of)
 
 
-def gather_tokens(kv: LayerKV, blocks: jax.Array) -> LayerKV:
-    """The tokens of blocks i32[..., B] one after the other: k, v [..., K, B*P, D], scales [..., K, B*P], as numbers."""
-    stored_as = kv.format
+def gather_blocks(kv: LayerKV, blocks: jax.Array) -> LayerKV:
+    """Blocks i32[...] as they are stored, as numbers: k, v [..., K, P, D] (quantised v [..., K, D, P]), scales
+    [..., K, P]."""
 
-    def gather(stored: jax.Array | None, dtype: str | None, transposed: bool = False) -> jax.Array | None:
+    def gather(stored: jax.Array | None, dtype: str | None) -> jax.Array | None:
         if stored is None:
             return None
-        tokens = stored.at[blocks].get(mode="promise_in_bounds")  # [..., B, K, P, D]
-        if tokens.dtype != dtype:
-            tokens = jax.lax.bitcast_convert_type(tokens, dtype)
-        axis = blocks.ndim - 1
-        tokens = jnp.moveaxis(tokens, axis, axis + 1)  # [..., K, B, P, D]
-        if transposed:
-            tokens = tokens.swapaxes(-1, -2)
-        lead = blocks.shape[:-1] + (kv.num_kv_heads, blocks.shape[-1] * kv.block_size)
-        return tokens.reshape(lead + ((kv.head_dim,) if stored.ndim == 4 else ()))
+        tokens = stored.at[blocks].get(mode="promise_in_bounds")
+        return tokens if tokens.dtype == dtype else jax.lax.bitcast_convert_type(tokens, dtype)
 
+    numbers = kv.format
     return LayerKV(
-        gather(kv.k, stored_as.dtype),
-        gather(kv.v, stored_as.dtype, stored_as.is_quantized),
-        gather(kv.k_scale, stored_as.scale_dtype),
-        gather(kv.v_scale, stored_as.scale_dtype),
+        gather(kv.k, numbers.dtype),
+        gather(kv.v, numbers.dtype),
+        gather(kv.k_scale, numbers.scale_dtype),
+        gather(kv.v_scale, numbers.scale_dtype),
     )
+
+
+def gather_tokens(kv: LayerKV, blocks: jax.Array) -> LayerKV:
+    """The tokens of blocks i32[..., B] one after the other: k, v [..., K, B*P, D], scales [..., K, B*P], as numbers."""
+    stored = gather_blocks(kv, blocks)
+    if kv.format.is_quantized:
+        stored = dataclasses.replace(stored, v=stored.v.swapaxes(-1, -2))
+
+    def side_by_side(tokens: jax.Array) -> jax.Array:
+        axis = blocks.ndim - 1
+        shape = blocks.shape[:-1] + (kv.num_kv_heads, blocks.shape[-1] * kv.block_size) + tokens.shape[axis + 3 :]
+        return jnp.moveaxis(tokens, axis, axis + 1).reshape(shape)  # from [..., B, K, P, D]
+
+    return jax.tree.map(side_by_side, stored)

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, soft_capped
-from pallas_kernels.layer_kv import LayerKV, gather_tokens
+from pallas_kernels.layer_kv import LayerKV, gather_blocks
 
-# Tokens a tile. The loop's trip count follows the real lengths, so nobody pays for a padded table.
-TILE = 128
+# Tokens a tile. Measured on XLA:CPU, 16 rows of the demo model at 190 tokens, a core's second cache 0.5 MiB: 1.4 ms a layer,
+# 2.2 with 128 and 1.7 with 32. The loop's trip count follows the real lengths, so nobody pays for a padded table.
+TILE = 64
 # Finite, so that a row that has seen no key yet keeps exp(m - m) = 1 and never NaN.
 _NO_KEY = -1e30
 
@@ -35,28 +36,30 @@ def decode_attention(
     def attend_tile(carry):
         index, m, l, acc = carry
         blocks = jax.lax.dynamic_slice_in_dim(table, index * tile_blocks, tile_blocks, axis=1)  # [S, B]
-        position = index * tile + jnp.arange(tile)
-        seen = position < seq_lens[:, None]  # [S, tile]
+        position = index * tile + jnp.arange(tile).reshape(tile_blocks, block_size)
+        seen = position < seq_lens[:, None, None]  # [S, B, P]
         if kv_starts is not None:
-            seen &= position >= kv_starts[:, None]
+            seen &= position >= kv_starts[:, None, None]
 
-        tokens = gather_tokens(kv, blocks)
-        k = tokens.k.astype(q.dtype)  # [S, K, tile, D]
-        logits = jnp.einsum("skgd,sktd->skgt", queries, k, preferred_element_type=jnp.float32) * options.scale
-        if tokens.k_scale is not None:
-            logits *= tokens.k_scale[:, :, None, :]
+        # Left as they lie, block by block: putting a head's tokens side by side takes as long as the products.
+        stored = gather_blocks(kv, blocks)
+        k = stored.k.astype(q.dtype)  # [S, B, K, P, D]
+        logits = jnp.einsum("skgd,sbkpd->skgbp", queries, k, preferred_element_type=jnp.float32) * options.scale
+        if stored.k_scale is not None:
+            logits *= stored.k_scale.swapaxes(1, 2)[:, :, None]
         logits = soft_capped(logits, options.soft_cap)
-        logits = jnp.where(seen[:, None, None, :], logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
-        m_new = jnp.maximum(m, logits.max(axis=-1))
-        p = jnp.exp(logits - m_new[..., None])
+        logits = jnp.where(seen[:, None, None], logits, 2 * _NO_KEY)  # under every maximum, so that exp gives 0
+        m_new = jnp.maximum(m, logits.max(axis=(-2, -1)))
+        p = jnp.exp(logits - m_new[..., None, None])
         shrink = jnp.exp(m - m_new)
-        l = l * shrink + p.sum(axis=-1)
-        v = tokens.v.astype(q.dtype)  # an unseen slot may hold anything, and 0 * NaN is NaN
-        if tokens.v_scale is None:
-            v = jnp.where(seen[:, None, :, None], v, 0)
+        l = l * shrink + p.sum(axis=(-2, -1))
+        v = stored.v.astype(q.dtype)  # [S, B, K, P, D], quantised [S, B, K, D, P]
+        if stored.v_scale is None:  # an unseen slot may hold anything, and 0 * NaN is NaN
+            v = jnp.where(seen[:, :, None, :, None], v, 0)
         else:
-            p *= jnp.where(seen[:, None, :], tokens.v_scale.astype(jnp.float32), 0)[:, :, None, :]
-        pv = jnp.einsum("skgt,sktd->skgd", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
+            p *= jnp.where(seen[:, :, None], stored.v_scale.astype(jnp.float32), 0).swapaxes(1, 2)[:, :, None]
+        sum_up = "skgbp,sbkpd->skgd" if stored.v_scale is None else "skgbp,sbkdp->skgd"
+        pv = jnp.einsum(sum_up, p.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return index + 1, m_new, l, acc * shrink[..., None] + pv
 
     group = num_heads // num_kv_heads
