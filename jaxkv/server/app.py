@@ -137,6 +137,8 @@ async def _tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
         continues = bool(body.continue_final_message)
         generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         arguments = {"add_generation_prompt": generates, "continue_final_message": continues}
+        if body.tools:
+            arguments["tools"] = body.tools
         prompt = await serving.chat_prompt(body.messages, arguments, bool(body.add_special_tokens))
     else:
         prompt = await serving.encode(body.prompt, body.add_special_tokens is not False)

@@ -448,6 +448,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], _FIRST_MISTAKE] | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

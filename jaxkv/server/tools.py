@@ -7,9 +7,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.meta
-
 from jaxkv.core.errors import RequestError
 from jaxkv.tokenization.tokenizer import Tokenizer
 
@@ -51,17 +48,9 @@ _FORMATS = (
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """The format that the chat template teaches; None for one that takes no tools, or in no form that is known."""
-    chat_template = tokenizer.chat_template
-    if chat_template is None:
+    if not tokenizer.takes_tools:
         return None
-    try:
-        names = jinja2.meta.find_undeclared_variables(jinja2.Environment(
-            extensions=["jinja2.ext.loopcontrols"]).parse(chat_template))  # fmt: skip
-    except jinja2.TemplateError:  # a tag that only the real environment knows
-        names = {"tools"} if re.search(r"\btools\b", chat_template) else set()
-    if "tools" not in names:
-        return None
-    form = next((form for sign, form in _FORMATS if sign in chat_template), None)
+    form = next((form for sign, form in _FORMATS if sign in tokenizer.chat_template), None)
     if form is None:
         return None
     ids = {tag: tokenizer.fast.token_to_id(tag) for tag in (form.opening, form.closing) if tag}

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -118,8 +119,11 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str):
         self.source = source
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """What it takes from outside."""
         except jinja2.TemplateError as error:
             raise CheckpointError(
                 f"{origin}: the chat template does not parse: {error}; set chat_template to another one"

@@ -68,6 +68,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._template.source if self._template else None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        return self._template is not None and "tools" in self._template.variables
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. Special tokens written in the text become themselves.
 

@@ -12,6 +12,7 @@ from jaxkv.core.errors import RequestError
 from jaxkv.core.request import SamplingParams, StructuredOutputs
 from jaxkv.core.token_constraint import allows
 from jaxkv.server.tools import ToolCallParser, ToolFormat, ToolUse, checked_tools, tool_format
+from jaxkv.tokenization.tokenizer import Tokenizer
 
 SMALL = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "small_tokenizers.py"))
 WEATHER = {
@@ -129,6 +130,24 @@ def test_forced_calls_are_the_models_own_form(name, forced):
     assert takes(written(name, now).replace("[TOOL_CALLS] ", "[TOOL_CALLS]")) == ("now" in forced)
     assert not takes("It is sunny.") and not takes(written(name, {"name": "other", "arguments": {}}))
     assert not takes(written(name, {"name": "get_weather", "arguments": {"city": "too long a name"}}))
+
+
+def test_tags_that_are_control_tokens_are_forced_as_tokens():
+    """Their text would spell something else, which the model never wrote."""
+    fast = SMALL["byte_level_fast"]()
+    fast.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(fast, special_tokens={"eos_token": "<|im_end|>"}, chat_template=HERMES)
+    form = tool_format(tokenizer)
+    opening = fast.token_to_id("<tool_call>")
+    assert form.control_ids == {"<tool_call>": opening, "</tool_call>": opening + 1}
+    compiler = ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    grammar = ToolUse(form, TOOLS, ("now",), parallel=False).grammar()
+    state = compiler.compile(SamplingParams(structured_outputs=StructuredOutputs(grammar=grammar))).copy()
+    assert [i for i in range(tokenizer.vocab_size) if allows(state.mask(), i)] == [opening]
+    body = tokenizer.encode('\n{"name": "now", "arguments": {}}\n', add_special_tokens=False)
+    for token in [opening, *body, opening + 1, tokenizer.eos_token_id]:
+        assert allows(state.mask(), token), tokenizer.token_text(token)
+        state.accept((token,))
 
 
 @pytest.fixture
