@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxkv.core.config import EngineConfig
-    from jaxkv.core.request import SamplingParams
+    from jaxkv.core.request import SamplingParams, StructuredOutputs
     from jaxkv.llm import LLM
 
-_PUBLIC = {"LLM": "jaxkv.llm", "SamplingParams": "jaxkv.core.request", "EngineConfig": "jaxkv.core.config"}
+_PUBLIC = {
+    "LLM": "jaxkv.llm",
+    "SamplingParams": "jaxkv.core.request",
+    "StructuredOutputs": "jaxkv.core.request",
+    "EngineConfig": "jaxkv.core.config",
+}
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
