@@ -367,8 +367,10 @@ class AsyncEngine:
     def _deliver_one(self, running: _Running, output: RequestOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
             self._leave(output.request_id)
-            error = RequestError if self._engine.failed is None else EngineFailedError
-            self._tell(running, error(output.error or "the engine failed"))
+            if self._engine.failed is None:  # its constraint has
+                self._tell(running, RequestError(output.error, param="structured_outputs"))
+            else:
+                self._tell(running, EngineFailedError(output.error or "the engine failed"))
             return
         # A step brings several tokens; each goes out alone, so that streams tell every token's own time and text.
         tokens = [output.token_ids[i : i + 1] for i in range(len(output.token_ids))]

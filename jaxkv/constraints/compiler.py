@@ -1,8 +1,10 @@
 """From what a request's sampling parameters ask of its tokens to the constraint that sees to it."""
 
+import concurrent.futures
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxkv.constraints.grammar import GrammarCompiler
+from jaxkv.constraints.grammar import STACK_BYTES, GrammarCompiler
 from jaxkv.constraints.token_lists import TokenLists
 from jaxkv.control.validation import check_token_limits
 from jaxkv.core.request import SamplingParams
@@ -33,7 +35,7 @@ class BothOf:
 
 
 class ConstraintCompiler:
-    """Makes `Request.constraint` of sampling parameters. Safe to use from several threads; compiling a grammar may take 0.1 s.
+    """Makes `Request.constraint` of sampling parameters, in a thread of its own. Safe to use from several threads.
 
     Args:
       vocab_size: ids the model has, which may be more than the tokenizer knows.
@@ -42,6 +44,12 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, tuple(eos_token_ids) or tokenizer.eos_token_ids)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-constraints")
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            self._thread.submit(int).result()  # it begins here
+        finally:
+            threading.stack_size(usual)
 
     def compile(self, sampling: SamplingParams) -> TokenConstraint | None:
         """In its first state; None where any token may come.
@@ -49,8 +57,13 @@ class ConstraintCompiler:
         Raises:
           RequestError: naming the parameter that no constraint can be made of.
         """
-        if not sampling.has_constraint:
-            return None
+        return self.submit(sampling).result() if sampling.has_constraint else None
+
+    def submit(self, sampling: SamplingParams) -> concurrent.futures.Future[TokenConstraint]:
+        """`compile` for who does not want to wait: a grammar takes from 1 ms to some 0.1 s, hostile ones up to 3 s."""
+        return self._thread.submit(self._compile, sampling)
+
+    def _compile(self, sampling: SamplingParams) -> TokenConstraint:
         check_token_limits(sampling, self._vocab_size)
         lists = grammar = None
         if sampling.allowed_token_ids is not None or sampling.bad_words:

@@ -5,14 +5,14 @@ dependencies; xgrammar would bring torch.
 """
 
 import collections
-import concurrent.futures
 import functools
 import json
-import threading
+import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.constraints.probe import Probe, make_tokenizer
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import StructuredOutputs
 from jaxkv.core.token_constraint import ConstraintError, mask_bytes
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 _REMEMBERED = 64
 # Of a whole grammar; of a text within it (a pattern, a choice): an expression of n parts may take n^2 steps to compile.
 _MOST_CHARACTERS, _MOST_CHARACTERS_A_TEXT = 100_000, 10_000
-# llguidance recurses along chains of rules: 5,000 of them overflow a stack of 8 MiB, which ends the process.
-_STACK_BYTES = 512 * 2**20
+STACK_BYTES = 64 * 2**20
+"""What compiling may need: llguidance recurses along chains of rules, and overflowing a stack ends the process. The probe's is
+8 MiB, so what it survives fits here. Only what is used takes memory."""
 _LIMITS = {
     "step_lexer_fuel": 50_000,
     "step_max_items": 10_000,
-    "max_items_in_row": 1_000,
+    "max_items_in_row": 2_000,
     "max_grammar_size": 200_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
@@ -41,6 +42,8 @@ _SECONDS, _SECONDS_A_TOKEN = 0.2, 0.005
 # Between the parts of a JSON value: what json.dumps and pretty printers write. A small model that may write any amount of
 # white space can go on with it for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]?[ ]{0,40}"}
+# What has a meaning in a regular expression.
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
 class GrammarConstraint:
@@ -82,11 +85,13 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Makes constraints of `StructuredOutputs`. Safe to use from several threads."""
+    """Makes constraints of `StructuredOutputs`. For one thread, with a stack of STACK_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._compiled: collections.OrderedDict[str, GrammarConstraint] = collections.OrderedDict()
+        self._probe = Probe(lambda: self._vocabulary() | {"limits": _LIMITS})
+        self._known: collections.OrderedDict[str, GrammarConstraint | str] = collections.OrderedDict()
+        """By grammar: what it was compiled to, or why it cannot be."""
 
     def compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
         """Raises RequestError for a schema, regex or grammar that does not compile."""
@@ -94,71 +99,49 @@ class GrammarCompiler:
             raise RequestError(
                 "this model has no end-of-sequence id, and structured_outputs could not end", param="structured_outputs"
             )
-        return self._thread.submit(self._compile, wanted).result()
-
-    @functools.cached_property
-    def _thread(self) -> concurrent.futures.ThreadPoolExecutor:
-        """One with a large stack, of which only what is used takes memory."""
-        thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-grammars")
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.submit(int).result()  # it begins here
-        finally:
-            threading.stack_size(usual)
-        return thread
-
-    def _compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
         name = next(name for name, value in vars(wanted).items() if value is not None)
         try:
             grammar = _grammar(wanted)
         except Exception as error:  # the converter of GBNF raises bare ones
             raise _refusal(name, "is not valid", error) from error
-        known = self._compiled.get(grammar)
-        if known is not None:
-            self._compiled.move_to_end(grammar)
-            return known
+        if grammar not in self._known:
+            self._known[grammar] = self._probe.verdict(grammar) or self._compiled(grammar)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(grammar)
+        found = self._known[grammar]
+        if isinstance(found, str):
+            raise _refusal(name, "cannot be compiled", found)
+        return found
+
+    def _compiled(self, grammar: str) -> GrammarConstraint | str:
         import llguidance
 
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _refusal(name, "cannot be compiled", matcher.get_error())
         num_bytes = mask_bytes(self._vocab_size)
         try:
-            constraint = GrammarConstraint(matcher, num_bytes, GrammarConstraint(matcher, num_bytes).mask())
+            return GrammarConstraint(matcher, num_bytes, GrammarConstraint(matcher, num_bytes).mask())
         except ConstraintError as error:
-            raise RequestError(str(error), param="structured_outputs") from error
-        self._compiled[grammar] = constraint
-        while len(self._compiled) > _REMEMBERED:
-            self._compiled.popitem(last=False)
-        return constraint
+            return str(error)
 
     @functools.cached_property
     def _ll_tokenizer(self) -> "llguidance.LLTokenizer":
-        """Takes 0.2 s for a vocabulary of 49,152."""
-        import llguidance
+        return make_tokenizer(encode=self._tokenizer.encode_inside, **self._vocabulary())
 
-        source = llguidance.TokenizerWrapper(_TokenizerView(self._tokenizer, self._eos_token_ids))
-        return llguidance.LLTokenizer(source, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids))
+    def _vocabulary(self) -> dict[str, Any]:
+        tokenizer = self._tokenizer
+        return {
+            "tokens": [tokenizer.token_bytes[i] for i in range(tokenizer.vocab_size)],
+            "special_token_ids": sorted(tokenizer.special_ids),
+            "eos_token_ids": self._eos_token_ids,
+            "bos_token_id": tokenizer.bos_token_id,
+            "vocab_size": self._vocab_size,
+        }
 
 
 def _refusal(name: str, verdict: str, error: object) -> RequestError:
     return RequestError(f"structured_outputs.{name} {verdict}: {_first_line(error)}", param="structured_outputs")
-
-
-class _TokenizerView:
-    """What llguidance wants to know of a tokenizer; the bytes are those that our texts are made of."""
-
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]):
-        self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = eos_token_ids[0], tokenizer.bos_token_id
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [tokenizer.token_bytes[i] for i in range(tokenizer.vocab_size)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode_inside(text)
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
@@ -169,16 +152,20 @@ def _grammar(wanted: StructuredOutputs) -> str:
     if wanted.json is not None or wanted.json_object:
         schema = {"type": "object"} if wanted.json is None else wanted.json
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(schema, dict | bool):
+        if schema is False:
+            raise ValueError("no text follows the schema false")
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
             raise ValueError("a JSON Schema is an object, or true")
         _check_texts(schema)
         # As text: llguidance follows an object of Python's without looking how deep it is.
-        return LLMatcher.grammar_from_json_schema(_checked(json.dumps(schema or {})), overrides=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(_checked(json.dumps(schema)), overrides=_JSON_OPTIONS)
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(_checked(wanted.regex, _MOST_CHARACTERS_A_TEXT))
     if wanted.choice is not None:
-        choices = [json.dumps(_checked(text, _MOST_CHARACTERS_A_TEXT), ensure_ascii=False) for text in wanted.choice]
-        return LLMatcher.grammar_from_lark(_checked("start: " + " | ".join(choices)))
+        # As one expression: as alternatives of a grammar, 1,000 with a common beginning are too many at once.
+        choices = [_SPECIAL.sub(r"\\\g<0>", _checked(text, _MOST_CHARACTERS_A_TEXT)) for text in wanted.choice]
+        return LLMatcher.grammar_from_regex(_checked("|".join(choices)))
     return LLMatcher.grammar_from_lark(_checked(any_to_lark(_checked(wanted.grammar))))
 
 

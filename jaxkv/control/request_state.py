@@ -287,7 +287,7 @@ def new_request_state(
             constraint, generated = request.constraint.copy(), state.num_generated_tokens
             state.choice = TokenChoice(constraint, stop_ids, sampling.min_tokens, generated)
         except ConstraintError as error:
-            raise RequestError(f"no token may come next: {error}") from error
+            raise RequestError(f"no token may come next: {error}", param="structured_outputs") from error
     if config.enable_prefix_caching:
         state.extend_hashes(limits.block_size)
     return state

@@ -12,6 +12,8 @@ MAX_STOPS = 64
 # Half of the device's table of stop ids a row, which holds the model's own end-of-sequence ids too.
 MAX_STOP_TOKEN_IDS = 32
 MAX_STOP_LENGTH = 1024
+# Sequences of one request, whose states are all made at once.
+MAX_SEQUENCES = 1024
 MAX_BAD_WORDS = 1000
 # Far beyond what is useful, and no float32 logit overflows.
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -44,7 +46,8 @@ def checked_sampling(
         raise RequestError(
             f"min_tokens is {params.min_tokens}, but only {room} tokens fit after the prompt", param="min_tokens"
         )
-    _in_range("n", params.n, 1, math.inf)
+    if not 1 <= params.n <= MAX_SEQUENCES:
+        raise RequestError(f"n is {str(params.n)[:50]}; it must be 1 to {MAX_SEQUENCES}", param="n")
     _in_range("temperature", params.temperature, 0, math.inf)
     _in_range("top_p", params.top_p, 0, 1)
     if params.top_p == 0:
@@ -244,7 +247,7 @@ def _check_types(params: SamplingParams) -> None:
             ok = _is_integer(value) or (optional and value is None)
             wanted = "an integer or None" if optional else "an integer"
         if not ok:
-            raise RequestError(f"{field.name} is {value!r}; it must be {wanted}", param=field.name)
+            raise RequestError(f"{field.name} is {repr(value)[:100]}; it must be {wanted}", param=field.name)
 
 
 def _is_integer(value: object) -> bool:
@@ -252,7 +255,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return _is_integer(value) or isinstance(value, float)
+    return isinstance(value, float) or (_is_integer(value) and abs(value) <= 2**63)  # larger ones are no floats
 
 
 def _is_finite(value: object) -> bool:

@@ -54,7 +54,8 @@ class SamplingParams:
       stop: texts that end the output (not included in it unless include_stop_str_in_output).
       stop_token_ids: ids that end the output, beside the model's own end-of-sequence ids.
       ignore_eos: go on past the model's end-of-sequence ids (stop_token_ids still stop).
-      min_tokens: end-of-sequence and stop ids can't be chosen before this many new tokens.
+      min_tokens: end-of-sequence and stop ids can't be chosen before this many new tokens, unless structured_outputs
+        leave nothing else.
       logprobs: None, or how many alternatives to report a token (0: the chosen token only).
       prompt_logprobs: the same for the prompt's tokens, all but the first. Such a request computes its whole prompt; of
         n sequences the first brings them.

@@ -12,14 +12,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
+from jaxkv.control.validation import MAX_SEQUENCES
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams, StructuredOutputs
 from jaxkv.server.tools import ToolFormat, ToolUse, checked_tools, plain_calls
 
 logger = logging.getLogger(__name__)
 
-# Most sequences of one HTTP request: prompts times n.
-MAX_SEQUENCES = 1024
 MAX_SEED = 2**63 - 1
 # What "off" looks like for fields that are known and cannot be honoured yet; anything else is refused by name.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -290,7 +289,7 @@ class GenerationRequest(BaseModel, abc.ABC):
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
             skip_special_tokens=self.skips_special_tokens,
-            allowed_token_ids=tuple(self.allowed_token_ids) if self.allowed_token_ids else None,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words or ()),
             structured_outputs=self._structured_outputs(),
         )

@@ -152,8 +152,7 @@ class Serving:
                     max_logprobs=self.max_logprobs,
                 )
                 if constraint is None and sampling.has_constraint:
-                    # Off the event loop: a grammar may take 0.1 s to compile.
-                    constraint = await asyncio.to_thread(self.constraints.compile, sampling)
+                    constraint = await asyncio.wrap_future(self.constraints.submit(sampling))
             except RequestError as error:
                 raise body.in_its_words(error) from error
             requests.append(

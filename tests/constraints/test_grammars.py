@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 import threading
+import time
 
 import pytest
 
@@ -175,6 +176,39 @@ def test_what_cannot_be_compiled_is_refused_by_name(compiler, wanted, message):
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
         compiled(compiler, **wanted)
     assert caught.value.param == "structured_outputs" and len(str(caught.value)) < 700
+
+
+HOSTILE = {
+    "no end of time and memory": {"json": {"type": "integer", "multipleOf": 99_999_989}},
+    "the same in parts": {"json": {"allOf": [{"type": "integer", "multipleOf": m} for m in (9973, 9967)]}},
+    "a stack of rules": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(7000)) + '\nr7000: "a"'},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_would_end_or_hold_up_the_process_is_refused(compiler, tokenizer, name):
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="too much time or memory"):
+        compiled(compiler, **HOSTILE[name])
+    assert time.monotonic() - begin < 30  # 3 seconds on a machine that has nothing else to do
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="too much time or memory"):
+        compiled(compiler, **HOSTILE[name])
+    assert time.monotonic() - begin < 1, "it was tried again"
+    assert walk(compiled(compiler, regex=f"{len(name)}"), tokenizer, 1) == str(len(name))
+
+
+def test_many_choices_with_a_common_beginning(compiler, tokenizer):
+    choices = tuple(f"choice {i} (a.b)*" for i in range(4000))
+    assert walk(compiled(compiler, choice=choices), tokenizer, 3) in choices
+
+
+def test_schemas_that_are_booleans(compiler):
+    assert compiled(compiler, json=True).mask() == compiled(compiler, json={}).mask()
+    assert compiled(compiler, json="true").mask() == compiled(compiler, json={}).mask()
+    for wanted in (False, "false"):
+        with pytest.raises(RequestError, match="no text follows the schema false"):
+            compiled(compiler, json=wanted)
 
 
 def test_a_deep_schema_is_refused_not_fatal(compiler):

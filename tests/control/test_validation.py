@@ -50,6 +50,9 @@ def test_logit_bias_is_a_mapping_or_pairs_and_leaves_as_pairs():
 @pytest.mark.parametrize(
     "name, value, words",
     [
+        ("n", 1025, "1 to 1024"),
+        ("temperature", 10**400, "a number"),
+        ("presence_penalty", -(10**400), "a number"),
         ("allowed_token_ids", (100,), "ids of this model are 0 to 99"),
         ("allowed_token_ids", (), "at least one"),
         ("bad_words", ("",), "1 to 1024 characters"),

@@ -192,5 +192,6 @@ def test_the_cache_is_updated_in_place():
     cache_bytes = sum(2 * layer.k.size * layer.k.dtype.itemsize for layer in programs.abstract_cache.layers)
     flat, cascade = (kind[LIMITS.max_num_seqs].memory_analysis() for kind in (programs.decode, programs.cascade))
     assert cascade.alias_size_in_bytes == flat.alias_size_in_bytes >= cache_bytes
-    assert cascade.temp_size_in_bytes - flat.temp_size_in_bytes < 64 * 1024
+    # Partial outputs and the parts' tiles, 119 KB; a copy of one layer's keys would be another 397 KB.
+    assert cascade.temp_size_in_bytes - flat.temp_size_in_bytes < 128 * 1024 < cache_bytes / 8
     assert ("cascade", LIMITS.max_num_seqs) in programs.largest() and list(programs.cascade) == [LIMITS.max_num_seqs]

@@ -27,6 +27,7 @@ def ask(server, path="/v1/chat/completions", **body):
         ({"structured_outputs": {"regex": "[a-c]+"}}, StructuredOutputs(regex="[a-c]+")),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, StructuredOutputs(choice=("yes", "no"))),
         ({"structured_outputs": {"grammar": 'start: "a"+'}}, StructuredOutputs(grammar='start: "a"+')),
+        ({"structured_outputs": {"json": True}}, StructuredOutputs(json=True)),
         ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
         ({"response_format": {"type": "text"}, "structured_outputs": None}, None),
     ],
@@ -42,7 +43,7 @@ def test_lists_of_tokens_reach_the_engine(server):
     sent = server.engine.added[-1]
     assert sent.sampling.allowed_token_ids == (5, 9) and sent.constraint.is_fixed
     assert [i for i in range(300) if allows(sent.constraint.mask(), i)] == [5, 9]
-    assert ask(server, allowed_token_ids=[], bad_words=["fox"]).status_code == 200
+    assert ask(server, allowed_token_ids=None, bad_words=["fox"]).status_code == 200
     assert server.engine.added[-1].sampling.bad_words == ("fox",)
 
 
@@ -69,6 +70,9 @@ def test_all_prompts_of_a_body_have_one_grammar(server):
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
          "structured_outputs", "leave one out"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "ids of this model"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs", "no text"),
+        ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 99999989}}}, "structured_outputs", "too much"),
         ({"bad_words": [" "]}, "bad_words", "not all of them spaces"),
         ({"bad_words": ["x"] * 1001}, "bad_words", "1001 entries"),
     ],
