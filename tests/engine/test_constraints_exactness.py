@@ -9,6 +9,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.request import FinishReason, Request, SamplingParams
 from jaxkv.core.token_constraint import allows, mask_of
 from tests.engine.test_engine_exactness import Setting, check_tokens, run
+from tests.engine.test_penalties_exactness import SETTINGS, eight_prompts
 from tests.support.constraints import OutputDependent, constraint_for
 from tests.support.tiny_models import random_tokens
 from tests.support.tiny_programs import make_engine, run_requests, tiny_llama, tokens_of
@@ -28,31 +29,14 @@ KINDS = (
 
 
 def requests() -> list[Request]:
-    """Prompts of 1 to 150 tokens, two with a common prefix."""
-    shared = random_tokens(70, seed=50)
-    prompts = [
-        random_tokens(15, seed=2), random_tokens(150, seed=4), random_tokens(16, seed=3), random_tokens(1, seed=1),
-        shared + random_tokens(20, seed=5), shared + random_tokens(3, seed=6), random_tokens(33, seed=7),
-        random_tokens(40, seed=8),
-    ]  # fmt: skip
     batch = []
-    for i, (prompt, params) in enumerate(zip(prompts, KINDS, strict=True)):
+    for i, (prompt, params) in enumerate(zip(eight_prompts(), KINDS, strict=True)):
         params = dataclasses.replace(params, max_tokens=NUM_TOKENS - i)
         batch.append(Request(str(i), prompt, params, constraint=constraint_for(params, VOCAB)))
     return batch
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(),
-        Setting(16, 7, 1, 1, False),
-        Setting(16, 16, 5, 2, True, stagger=3),
-        Setting(16, 64, 8, 1, True, num_blocks=14, preempt_every=2),
-        Setting(16, 33, 0, 2, False, num_blocks=14, stagger=1, preempt_every=4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_are_those_of_a_full_recompute(setting):
     config = tiny_llama()
     engine, news = run(config, setting, requests())

@@ -29,32 +29,33 @@ KINDS = (
     SamplingParams(temperature=0.0, repetition_penalty=1.3, min_tokens=10, stop_token_ids=tuple(range(0, 60, 2))),
 )
 
+SETTINGS = (
+    Setting(),
+    Setting(16, 7, 1, 1, False),
+    Setting(16, 16, 5, 2, True, stagger=3),
+    Setting(16, 64, 8, 1, True, num_blocks=14, preempt_every=2),
+    Setting(16, 33, 0, 2, False, num_blocks=14, stagger=1, preempt_every=4),
+)
 
-def requests() -> list[Request]:
-    """Prompts of 1 to 150 tokens, two with a common prefix."""
+
+def eight_prompts() -> list[tuple[int, ...]]:
+    """Of 1 to 150 tokens, two with a common prefix."""
     shared = random_tokens(70, seed=50)
-    prompts = [
+    return [
         random_tokens(15, seed=2), random_tokens(150, seed=4), random_tokens(16, seed=3), random_tokens(1, seed=1),
         shared + random_tokens(20, seed=5), shared + random_tokens(3, seed=6), random_tokens(33, seed=7),
         random_tokens(40, seed=8),
     ]  # fmt: skip
+
+
+def requests() -> list[Request]:
     return [
         Request(str(i), prompt, dataclasses.replace(KINDS[i], max_tokens=NUM_TOKENS - i))
-        for i, prompt in enumerate(prompts)
+        for i, prompt in enumerate(eight_prompts())
     ]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(),
-        Setting(16, 7, 1, 1, False),
-        Setting(16, 16, 5, 2, True, stagger=3),
-        Setting(16, 64, 8, 1, True, num_blocks=14, preempt_every=2),
-        Setting(16, 33, 0, 2, False, num_blocks=14, stagger=1, preempt_every=4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_are_those_of_a_full_recompute(setting):
     config = tiny_llama()
     engine, news = run(config, setting, requests())
