@@ -5,16 +5,21 @@ or overflow its stack, which ends the process. So another process goes first: wh
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Seconds for a grammar, of which most take milliseconds; and for the other process to begin, on a busy machine.
-_SECONDS, _START_SECONDS = 3.0, 60.0
+import psutil
+
+# Seconds of CPU for a grammar, of which most take milliseconds, and by the clock where the machine is busy: a verdict is
+# remembered, and must not hang on who else was working. And for the other process to begin.
+_SECONDS, _CLOCK_SECONDS, _START_SECONDS = 3.0, 30.0, 60.0
 # Of address space: llguidance with a vocabulary of 128k needs some 0.3 GiB.
 _MEMORY_BYTES = 2 * 2**30
 
@@ -36,7 +41,7 @@ class Probe:
         try:
             pickle.dump(grammar, process.stdin)
             process.stdin.flush()
-            told = self._line(process, _SECONDS)
+            told = self._answer(process)
         except (BrokenPipeError, TimeoutError):
             told = b""
         if told:
@@ -44,11 +49,23 @@ class Probe:
         self.close()
         return _TOO_MUCH
 
+    def _answer(self, process: subprocess.Popen) -> bytes:
+        """The line that it says of a grammar; empty when it has ended. Raises TimeoutError."""
+        begin, used = time.monotonic(), _cpu_seconds(process)
+        line = self._reader.submit(process.stdout.readline)
+        while True:
+            try:
+                return line.result(_SECONDS)
+            except TimeoutError:
+                if _cpu_seconds(process) - used >= _SECONDS or time.monotonic() - begin >= _CLOCK_SECONDS:
+                    raise
+
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what it never read
+                self._process.stdin.close()
             self._process.stdout.close()
             self._process = None
 
@@ -61,16 +78,24 @@ class Probe:
                 stdout=subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": paths},
             )
-            pickle.dump(dict(self._vocabulary()), self._process.stdin)
-            self._process.stdin.flush()
-            if self._line(self._process, _START_SECONDS) != _READY:
+            try:
+                pickle.dump(dict(self._vocabulary()), self._process.stdin)
+                self._process.stdin.flush()
+                begun = self._reader.submit(self._process.stdout.readline).result(_START_SECONDS) == _READY
+            except (BrokenPipeError, TimeoutError):
+                begun = False
+            if not begun:
                 self.close()
                 raise RuntimeError("the process that tries grammars did not begin")
         return self._process
 
-    def _line(self, process: subprocess.Popen, seconds: float) -> bytes:
-        """The next line that it says; empty when it has ended."""
-        return self._reader.submit(process.stdout.readline).result(seconds)
+
+def _cpu_seconds(process: subprocess.Popen) -> float:
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
 
 
 def make_tokenizer(

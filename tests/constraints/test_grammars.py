@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxkv.constraints.compiler import ConstraintCompiler
+from jaxkv.constraints.probe import Probe
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import SamplingParams, StructuredOutputs
 from jaxkv.core.token_constraint import ConstraintError, allows, is_empty
@@ -242,3 +243,17 @@ def test_many_threads_compile_at_once(compiler, tokenizer):
     for thread in threads:
         thread.join()
     assert not errors and all(re.fullmatch(rf"\d{{{i + 1}}}", results[i]) for i in range(8))
+
+
+def test_a_busy_machine_does_not_decide_what_is_refused(compiler, monkeypatch):
+    """The bound is on CPU time: one that waits for its turn is not held up by itself."""
+    monkeypatch.setattr("jaxkv.constraints.probe._SECONDS", 0.001)
+    monkeypatch.setattr("jaxkv.constraints.probe._cpu_seconds", lambda process: 0.0)
+    assert compiled(compiler, regex="[0-9]{1,40}x").mask()
+
+
+def test_a_probe_that_cannot_begin_is_an_error_and_leaves_nothing(monkeypatch):
+    probe = Probe(lambda: {"limits": {"no such limit": 1}})
+    with pytest.raises(RuntimeError, match="did not begin"):
+        probe.verdict("anything")
+    assert probe._process is None
