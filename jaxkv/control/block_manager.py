@@ -148,7 +148,7 @@ class BlockManager:
         self._ghosts.clear()
 
     def register(self, block: int, block_hash: BlockHash, parent: BlockHash, unsalted: BlockHash | None = None) -> bool:
-        """Make an owned, full block findable; False when an equal one already is (another one then stays private).
+        """Make an owned block findable; False when an equal one already is (another one then stays private).
 
         `parent` is the hash of the block before it, or the root; `unsalted` as in `PrefixIndex.add`.
         """
@@ -158,6 +158,12 @@ class BlockManager:
             self._ghosts.pop(block_hash, None)
             self._cached.insert(block, block_hash, parent)
         return added
+
+    def unregister(self, block: int) -> None:
+        """Make an owned block private again: its name is about to change."""
+        assert self._ref_count[block] > 0, f"block {block} is unregistered but not owned"
+        self._index.remove(block)
+        self._cached.remove(block)
 
     def check(self, owners: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `owners`: all block lists in use, to compare reference counts with. O(pool)."""

@@ -12,7 +12,8 @@ class EvictionPolicy(Protocol):
     """Order among evictable blocks. Every call is O(1) or O(log n) on average: pools hold 100,000 blocks and more.
 
     A block's life: inserted (one request owns it), used by further requests, released by the last, used again, ...,
-    evicted. `len` and `in` tell of the blocks that are released: those that may be evicted.
+    evicted; or removed, while it is owned, and perhaps inserted under another hash. `len` and `in` tell of the blocks
+    that are released: those that may be evicted.
     """
 
     def insert(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
@@ -25,6 +26,10 @@ class EvictionPolicy(Protocol):
 
     def release(self, block: int) -> None:
         """The last user let go of a findable block. Of one request's blocks the tail comes first."""
+        ...
+
+    def remove(self, block: int) -> None:
+        """An owned block is findable no more."""
         ...
 
     def evict(self) -> int:
@@ -55,6 +60,9 @@ class LRU:
 
     def release(self, block: int) -> None:
         self._order[block] = None
+
+    def remove(self, block: int) -> None:
+        pass
 
     def evict(self) -> int:
         return self._order.popitem(last=False)[0]
@@ -87,7 +95,7 @@ class Ranked(abc.ABC):
         """Called once at each release."""
 
     def forget(self, block: int) -> None:
-        """The block is evicted."""
+        """The block is evicted or removed."""
 
     def insert(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
         if self._leaves_only:
@@ -123,6 +131,10 @@ class Ranked(abc.ABC):
     def _take(self, block: int) -> int:
         del self._rank[block]
         self._inner.discard(block)
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
         self.forget(block)
         if self._leaves_only:
             block_hash, parent = self._hashes.pop(block)
@@ -134,7 +146,6 @@ class Ranked(abc.ABC):
                 if above in self._inner:
                     self._inner.discard(above)
                     heapq.heappush(self._heap, (self._rank[above], above))
-        return block
 
     def __len__(self) -> int:
         return len(self._rank)

@@ -15,7 +15,7 @@ class PinnedPrefixes:
         self._blocks = blocks
         self._cache_root = cache_root
         self._max_blocks = max_blocks
-        self._pinned: dict[BlockHash, list[int]] = {}  # by the salt's root, or the block's hash
+        self._pinned: dict[BlockHash, dict[int, None]] = {}  # by the salt's root, or the block's hash
 
     @property
     def num_blocks(self) -> int:
@@ -27,7 +27,7 @@ class PinnedPrefixes:
         of it are pinned now. Earlier blocks of a prompt come before later ones."""
         root = root_hash(self._cache_root, cache_salt)
         if root not in self._pinned:
-            self._pinned[root] = []
+            self._pinned[root] = {}
             for block in self._blocks.index.descendants(root, self._max_blocks - self.num_blocks):
                 self.published(root, block)
         return len(self._pinned[root])
@@ -37,7 +37,7 @@ class PinnedPrefixes:
         chain = self._blocks.index.ancestors(block_hash)
         if block_hash not in self._pinned and chain and self.num_blocks + len(chain) <= self._max_blocks:
             self._blocks.share(chain)
-            self._pinned[block_hash] = chain
+            self._pinned[block_hash] = dict.fromkeys(chain)
         return len(self._pinned.get(block_hash, ()))
 
     def unpin_salt(self, cache_salt: str | None) -> None:
@@ -49,13 +49,13 @@ class PinnedPrefixes:
     def published(self, root: BlockHash, block: int) -> None:
         """A findable block was made by a request under the salt of this root."""
         pinned = self._pinned.get(root)
-        if pinned is not None and self.num_blocks < self._max_blocks:
+        if pinned is not None and block not in pinned and self.num_blocks < self._max_blocks:
             self._blocks.share((block,))
-            pinned.append(block)
+            pinned[block] = None
 
     def owners(self) -> list[list[int]]:
         """Block lists that hold references, for `BlockManager.check`."""
-        return list(self._pinned.values())
+        return [list(pinned) for pinned in self._pinned.values()]
 
     def _unpin(self, key: BlockHash) -> None:
-        self._blocks.free(self._pinned.pop(key, ()))
+        self._blocks.free(list(self._pinned.pop(key, ())))

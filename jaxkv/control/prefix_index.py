@@ -6,7 +6,8 @@ A full block is named by a hash of its own tokens and of everything before them:
     h[0] = sha256(root + tokens[0:P])     h[1] = sha256(h[0] + tokens[P:2P])     ...
 
 so equal hashes mean equal whole prefixes, and a lookup is one dict access a block. sha256 because prompts are
-untrusted: a hash that can be steered would let one user read another's cache.
+untrusted: a hash that can be steered would let one user read another's cache. A block that is not full has such a name
+of the tokens it holds, which no lookup of full blocks asks for: it is found by its head.
 """
 
 import bisect
@@ -171,6 +172,10 @@ class PrefixIndex:
 
     def has_head(self, block: int) -> bool:
         return block in self._head_of
+
+    def num_head_tokens(self, block: int) -> int:
+        """Tokens that a block is known to hold: all, unless it is a tail."""
+        return len(self._head_of[block][1]) // TOKEN_BYTES
 
     def is_under_another_salt(self, unsalted: BlockHash) -> bool:
         """Whether some block holds these tokens: for a hash that is not findable under its own salt."""

@@ -49,6 +49,7 @@ class RequestState:
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
+      num_tail_tokens: of the block behind those that are findable, under the name of these tokens; 0 when it is not.
       block_tokens: `token_bytes` of the same blocks.
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
       num_plans_in_flight: submitted plans that hold this request.
@@ -81,6 +82,7 @@ class RequestState:
     block_tokens: list[bytes] = dataclasses.field(default_factory=list)
     unsalted_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
+    num_tail_tokens: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
     num_sampled_in_flight: int = 0
@@ -171,8 +173,7 @@ class RequestState:
             self.block_hashes += chain_hashes(self.parent_hash(num_hashed), blocks)
             self.block_tokens += blocks
             if self.is_salted:
-                parent = self.unsalted_hashes[-1] if num_hashed else self.unsalted_root
-                self.unsalted_hashes += chain_hashes(parent, blocks)
+                self.unsalted_hashes += chain_hashes(self.unsalted_parent_hash(num_hashed), blocks)
 
     @property
     def is_salted(self) -> bool:
@@ -181,6 +182,10 @@ class RequestState:
     def parent_hash(self, place: int) -> BlockHash:
         """Hash of the block before the one at `place`, or the root."""
         return self.block_hashes[place - 1] if place else self.root
+
+    def unsalted_parent_hash(self, place: int) -> BlockHash:
+        """The same without the salt that the request has."""
+        return self.unsalted_hashes[place - 1] if place else self.unsalted_root
 
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""

@@ -216,7 +216,7 @@ class Scheduler:
                 ):
                     state.has_waited_for_copy = True
                     early.append(self.waiting.pop())
-                    num_kept += self._num_blocks(len(state.token_ids)) - len(hit.blocks) + 1
+                    num_kept += self._num_blocks(len(state.token_ids)) - hit.num_blocks + 1
                     continue
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
@@ -320,9 +320,11 @@ class Scheduler:
             return None
         hit = self.prefixes.find(state)
         headroom = len(self.running) + 1 + num_kept if self.running else 0
-        needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
+        needed = self._num_blocks(len(state.token_ids)) - hit.num_blocks + headroom
         if self.blocks.num_free_without(hit.used_blocks) >= needed:
             return hit
+        if hit.is_adopted:
+            return None
         hit = hit.without_head()  # the block to copy from may be the one that is missing
         return hit if self.blocks.num_free_without(hit.used_blocks) >= needed else None
 
@@ -356,7 +358,7 @@ class Scheduler:
         state.is_decoding = chunk.is_last
         state.prefilled_in = self._next_step_id
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
-        self.prefixes.publish(state, end, planned=True)
+        self.prefixes.publish(state, end, planned=True, with_tail=chunk.is_last)
         return end - start
 
     def _reserve_lookahead(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
@@ -467,11 +469,11 @@ class Scheduler:
         del self.running[bisect.bisect_left(self.running, state.rank, key=lambda other: other.rank)]
         heapq.heappush(self._free_rows, state.row)
         self.prefix_groups.remove(state)
-        self.prefixes.publish(state, state.num_computed, planned=False)
+        self.prefixes.publish(state, state.num_computed, planned=False, with_tail=True)
         self.blocks.free(state.blocks)
         state.row, state.decode_row = -1, None
         state.blocks = []
-        state.num_uploaded_blocks = state.num_published_blocks = 0
+        state.num_uploaded_blocks = state.num_published_blocks = state.num_tail_tokens = 0
         state.num_computed = state.num_in_flight = 0
         state.is_decoding = False
         if state.choice is not None:

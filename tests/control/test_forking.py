@@ -123,8 +123,8 @@ def test_what_a_fork_hangs_on_is_findable_before_it():
     scheduler = make()
     add(scheduler, "a", list(range(6)))
     run(scheduler)
-    run(scheduler)  # 15 tokens are known, 3 full blocks have K/V; only that of the prompt is published
-    assert len(scheduler.blocks.index) == 1
+    run(scheduler)  # 15 tokens are known, 3 full blocks have K/V; only those of the prompt are published
+    assert len(scheduler.blocks.index) == 2
     fork(scheduler, "a", "b")
     run(scheduler)
     state = next(state for state in scheduler.running if state.request_id == "b")
@@ -200,7 +200,9 @@ def test_a_long_prompt_is_prefilled_in_chunks_before_its_forks():
     assert plans == [[("a", 0, 8, False)], [("a", 8, 8, False)], [("a", 16, 2, True)], [("b", 17, 1, True)]]
 
 
-@pytest.mark.parametrize(("config", "start"), [(OFF, 0), (SchedulerConfig(), 4)])
+@pytest.mark.parametrize(
+    ("config", "start"), [(OFF, 0), (SchedulerConfig(share_partial_blocks=False), 4), (SchedulerConfig(), 6)]
+)
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
 def test_without_its_parent_a_fork_looks_up_its_tokens(config, start, reason):
     scheduler = make(config)

@@ -99,5 +99,5 @@ def test_pins_survive_a_reset_and_nothing_else_does():
     serve(scheduler, range(18), "drop")
     assert scheduler.reset_prefix_cache() is True
     scheduler.check()
-    assert scheduler.blocks.num_cached == 0 and scheduler.prefixes.pins.num_blocks == 4
-    assert serve(scheduler, range(18), "keep") == 16 and serve(scheduler, range(18), "drop") == 0
+    assert scheduler.blocks.num_cached == 0 and scheduler.prefixes.pins.num_blocks == 5
+    assert serve(scheduler, range(18), "keep") == 17 and serve(scheduler, range(18), "drop") == 0

@@ -43,10 +43,87 @@ def missed(scheduler):
     return hits, result
 
 
-def test_first_seen_and_shorter_than_a_block():
-    scheduler = make()
+@pytest.mark.parametrize("share_partial, reasons", [
+    (True, {"first_seen": 10}), (False, {"first_seen": 8, "shorter_than_block": 2})
+])  # fmt: skip
+def test_first_seen_and_shorter_than_a_block(share_partial, reasons):
+    scheduler = make(SchedulerConfig(share_partial_blocks=share_partial))
     assert serve(scheduler, range(10))[1] == 0
-    assert missed(scheduler) == ((0, 0), {"first_seen": 8, "shorter_than_block": 2})
+    assert missed(scheduler) == ((0, 0), reasons)
+
+
+def test_a_tail_is_copied_while_its_request_runs_and_taken_over_afterwards():
+    scheduler = make()
+    first, _ = serve(scheduler, range(6), ends=False)
+    tail = first.updates[0].blocks[1]
+    plan, cached = serve(scheduler, range(9), request_id="b")  # in "a"'s block stand generated tokens too by now
+    assert cached == 6 and plan.block_copies == (BlockCopy(tail, plan.updates[0].blocks[1], 2),)
+    scheduler.finish("a", FinishReason.STOP)
+    plan, cached = serve(scheduler, [0, 1, 2, 3, 50, 51, 52], request_id="c")
+    assert cached == 4 and plan.block_copies == ()
+    kept = plan.updates[0].blocks[1]
+    plan, cached = serve(scheduler, [0, 1, 2, 3, 50, 51, 52, 53, 54], request_id="d")
+    assert cached == 7 and plan.block_copies == () and plan.updates[0].blocks[:2] == (first.updates[0].blocks[0], kept)
+    assert [chunk.start for chunk in plan.prefill] == [7]
+
+
+def test_a_tail_of_which_a_part_is_found_is_copied():
+    scheduler = make()
+    first, _ = serve(scheduler, range(7))
+    plan, cached = serve(scheduler, [*range(6), 50, 51])
+    assert cached == 6 and plan.block_copies == (BlockCopy(first.updates[0].blocks[1], plan.updates[0].blocks[1], 2),)
+
+
+def test_a_prompt_that_is_a_whole_tail_takes_it_over_and_computes_its_last_token():
+    scheduler = make()
+    first, _ = serve(scheduler, range(7))
+    plan, cached = serve(scheduler, range(7))
+    assert cached == 6 and plan.block_copies == () and plan.updates[0].blocks == first.updates[0].blocks
+    assert missed(scheduler)[1] == {"first_seen": 7, "last_token": 1}
+
+
+def test_turns_of_a_conversation_leave_no_block_that_says_nothing_new():
+    scheduler = make()
+    tokens = list(range(6))
+    for turn in range(5):
+        known = len(tokens)
+        _, cached = serve(scheduler, tokens)
+        assert cached == (known - 5 if turn else 0)  # all of the last prompt, not the token sampled after it
+        assert len(scheduler.blocks.index) == -(-known // 4)
+        tokens += [5, *range(100 * turn, 100 * turn + 4)]
+
+
+def test_an_equal_or_shorter_tail_is_not_kept_twice():
+    scheduler = make()
+    serve(scheduler, range(7), ends=False)
+    serve(scheduler, range(7), request_id="b", ends=False)  # 12 | 3 of 4 are the prompt's; the device goes on in its own
+    serve(scheduler, range(6), request_id="c")
+    assert len(scheduler.blocks.index) == 2
+    for name in "ab":
+        scheduler.finish(name, FinishReason.STOP)
+    scheduler.check()
+    assert len(scheduler.blocks.index) == scheduler.blocks.num_cached
+
+
+def test_sequences_that_start_after_the_first_has_ended_compute_one_token_each():
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(Request("a", tuple(range(7)), SamplingParams(max_tokens=1, n=3)))
+    starts = []
+    while (plan := scheduler.schedule()) is not None:
+        starts += [chunk.start for chunk in plan.prefill]
+        rows = tuple(RowResult(chunk.request_id, (5,)) for chunk in plan.prefill)
+        scheduler.update(StepResult(plan.step_id, rows, StepTiming(0.0, 0.0)))
+        scheduler.check()
+    assert starts == [0, 6, 6]
+
+
+def test_an_evicted_tail_is_told_from_an_unknown_one():
+    scheduler = make(num_blocks=5, max_model_len=16, max_num_seqs=1)
+    serve(scheduler, range(6))
+    serve(scheduler, range(100, 115))
+    missed(scheduler)
+    serve(scheduler, range(6))
+    assert missed(scheduler) == ((0, 0), {"evicted": 6})
 
 
 def test_the_head_of_a_block_is_copied_and_the_rest_computed():
@@ -58,7 +135,7 @@ def test_the_head_of_a_block_is_copied_and_the_rest_computed():
     blocks = plan.updates[0].blocks
     assert plan.block_copies == (BlockCopy(first.updates[0].blocks[1], blocks[1], 3),)
     assert blocks[0] == first.updates[0].blocks[0]
-    assert missed(scheduler) == ((4, 3), {"first_seen": 1, "shorter_than_block": 2})
+    assert missed(scheduler) == ((4, 3), {"first_seen": 3})
 
 
 def test_the_first_block_can_be_shared_in_part_too():
@@ -96,8 +173,8 @@ def test_cached_under_another_salt(salts):
     missed(scheduler)
     plan, cached = serve(scheduler, range(10), salts[1])
     assert cached == 0 and plan.block_copies == ()
-    assert missed(scheduler) == ((0, 0), {"salt": 8, "shorter_than_block": 2})
-    assert serve(scheduler, range(10), salts[0])[1] == 8
+    assert missed(scheduler) == ((0, 0), {"salt": 10})
+    assert serve(scheduler, range(10), salts[0])[1] == 9
 
 
 @pytest.mark.parametrize("ghosts, reason", [(None, "evicted"), (3, "evicted"), (0, "first_seen")])
@@ -116,8 +193,8 @@ def test_what_is_computed_again_after_a_preemption_is_no_hit():
     missed(scheduler)
     scheduler.preempt("a")
     plan = scheduler.schedule()
-    assert plan.prefill[0].start == 8 and scheduler.stats.cached_tokens == 0
-    assert missed(scheduler) == ((0, 0), {"recomputed": 3})  # tokens 8 and 9, and the one generated
+    assert plan.prefill[0].start == 10 and scheduler.stats.cached_tokens == 0
+    assert missed(scheduler) == ((0, 0), {"recomputed": 1})  # the one generated
 
 
 @pytest.mark.parametrize("end", ["finish", "preempt"])
@@ -131,13 +208,14 @@ def test_generated_blocks_are_published_four_at_a_time_and_at_the_end(end):
         scheduler.update(StepResult(plan.step_id, (row,), StepTiming(0.0, 0.0)))
         scheduler.check()
         findable[scheduler.running[0].num_computed] = len(scheduler.blocks.index)
-    assert findable == {6: 1, 10: 1, 14: 1, 18: 1, 22: 5, 26: 5, 30: 5}  # tokens with K/V: blocks that are found
+    # Tokens with K/V: blocks that are found. The second, as the prompt's tail, until it gets its own name.
+    assert findable == {6: 2, 10: 2, 14: 2, 18: 2, 22: 5, 26: 5, 30: 5}
     if end == "finish":
         scheduler.finish("a", FinishReason.STOP)
     else:
         scheduler.preempt("a")
     scheduler.check()
-    assert len(scheduler.blocks.index) == 7
+    assert len(scheduler.blocks.index) == 8
 
 
 def test_a_block_is_not_copied_from_in_the_plan_that_writes_it():
@@ -179,13 +257,12 @@ def test_the_source_is_not_handed_out_before_the_plan_is_complete():
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=2, max_size=6))
 def test_hits_are_the_longest_common_head_with_anything_before(prompts):
-    """With room for all and nothing in flight, `block_size` costs nothing but what stands in unfilled blocks."""
+    """With room for all and nothing in flight, `block_size` costs nothing."""
     scheduler = make()
     for number, prompt in enumerate(prompts):
         common = 0
         for earlier in prompts[:number]:
-            stored = earlier[: len(earlier) // 4 * 4]
-            same = next((i for i, (x, y) in enumerate(zip(stored, prompt)) if x != y), min(len(stored), len(prompt)))
+            same = next((i for i, (x, y) in enumerate(zip(earlier, prompt)) if x != y), min(len(earlier), len(prompt)))
             common = max(common, same)
         _, cached = serve(scheduler, prompt)
         assert cached == min(common, len(prompt) - 1)
@@ -209,7 +286,7 @@ def test_a_reset_makes_prompts_first_seen(preempt):
     assert serve(scheduler, range(100, 113), request_id="d")[1] == 12
     hits, reasons = missed(scheduler)
     again = {"recomputed": 13} if preempt else {}  # the prompt and the token that it had generated
-    assert hits == (12, 0) and reasons == {"first_seen": 12, "shorter_than_block": 2} | again
+    assert hits == (12, 0) and reasons == {"first_seen": 14} | again
     assert scheduler.reset_prefix_cache() is False  # b still runs
     scheduler.finish("b", FinishReason.STOP)
     assert scheduler.reset_prefix_cache() is True and scheduler.blocks.num_free == 100

@@ -62,6 +62,10 @@ class BrokenScheduler(Scheduler):
             hit = dataclasses.replace(hit, blocks=hit.used_blocks, source=None)
         if self.mutation == "fork_shares_last_token" and hit is not None and state.parent and hit.source:
             hit = dataclasses.replace(hit, num_head_tokens=hit.num_head_tokens + 1)
+        is_tail = hit is not None and hit.source is not None and not state.parent
+        is_tail = is_tail and self.blocks.index.num_head_tokens(hit.source) < self.limits.block_size
+        if self.mutation == "adopt_a_tail_in_use" and is_tail and self.blocks.ref_count(hit.source):
+            hit = dataclasses.replace(hit, is_adopted=True)
         if self.mutation == "share_any_block" and self.running and hit == PrefixHit():
             hit = PrefixHit((self.running[0].blocks[0],), self.limits.block_size)
         return hit
@@ -69,6 +73,8 @@ class BrokenScheduler(Scheduler):
     def _release(self, state):
         if self.mutation == "free_twice" and len(state.blocks) > 1:
             self.blocks.free(state.blocks[-1:])
+        if self.mutation == "tail_of_too_many_tokens":
+            state.num_computed = min(len(state.token_ids), len(state.blocks) * self.limits.block_size)
         super()._release(state)
 
 
@@ -96,6 +102,8 @@ def hashes_without_parent(parent, blocks):
         "forget_masks",
         "masks_of_other_rows",
         "choose_before_the_mask",
+        "adopt_a_tail_in_use",
+        "tail_of_too_many_tokens",
     ],
 )
 def test_oracle_catches_mutants(mutation, monkeypatch):
@@ -110,7 +118,7 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
         monkeypatch.setattr("jaxkv.control.request_state.chain_hashes", hashes_without_parent)
     if mutation == "copy_in_same_plan":
         publish = PrefixSharing.publish
-        monkeypatch.setattr(PrefixSharing, "publish", lambda self, *args, planned: publish(self, *args, planned=False))
+        monkeypatch.setattr(PrefixSharing, "publish", lambda *args, **given: publish(*args, **given | {"planned": False}))
 
     def run(with_forks):
         rng = random.Random(1)
@@ -125,10 +133,27 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
                 driver.read()
         driver.drain()
 
-    if mutation:
-        with pytest.raises((AssertionError, KeyError)):
-            run(with_forks=False)
-            run(with_forks=True)
-    else:
+    def converse():
+        rng = random.Random(2)
+        first = len(driver.expected)
+        for index in range(first, first + 40):
+            prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
+            if index > first + 2:  # it goes on from what another one says
+                _, history = driver.executor.requests[f"r{index - rng.randint(1, 3)}"]
+                prompt = [*history[: rng.randint(5, min(24, len(history)))], *rng.choice([(), (4,), (3, 1)])]
+            driver.add(prompt, SamplingParams(max_tokens=rng.choice([1, 3, 9])))
+            driver.submit()
+            if rng.random() < 0.7:
+                driver.read()
+        driver.drain()
+
+    def run_all():
         run(with_forks=False)
         run(with_forks=True)
+        converse()
+
+    if mutation:
+        with pytest.raises((AssertionError, KeyError)):
+            run_all()
+    else:
+        run_all()

@@ -116,7 +116,7 @@ def test_preempted_request_waits_for_its_tokens_in_flight():
     (output,) = scheduler.update(result_of(plan))
     assert len(output.token_ids) == 8
     plan, _ = run(scheduler)
-    assert chunks(plan) == [("a", 4, 11, True)]  # block 0 is found again; 6 + 1 + 8 known tokens
+    assert chunks(plan) == [("a", 6, 9, True)]  # the prompt's K/V is found again; 6 + 1 + 8 known tokens
 
 
 def test_a_preempted_request_can_finish_with_a_token_in_flight():

@@ -73,7 +73,7 @@ def test_a_row_that_stopped_in_flight_gives_nothing_to_later_steps():
     add(scheduler, "a", 6)
     assert scheduler.update(StepResult(second.step_id, (RowResult("a", ()),), StepTiming(0.0, 0.0))) == []
     plan, _ = run(scheduler)
-    assert chunks(plan) == [("a", 4, 2, True)]  # and its first block is still cached
+    assert chunks(plan) == [("a", 5, 1, True)]  # and its blocks are still cached
 
 
 def test_rows_are_reused_lowest_first():
