@@ -3,7 +3,8 @@
 Every block but the null block is in exactly one of three places:
 
     free    holds nothing worth keeping
-    cached  nobody uses it, but the prefix index can still find it; evicted when free blocks run out
+    cached  nobody uses it, but the prefix index can still find it; evicted when free blocks run out:
+            first those that are not full, tails, so that they cost the full ones no place, then by the policy
     owned   used by `ref_count` >= 1 requests
 
 A freed block may be handed out at once, even while a submitted step still writes to it: steps run in order, so the old
@@ -40,6 +41,8 @@ class BlockManager:
         self.num_usable = num_blocks - 1
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack, lowest id on top
         self._cached: EvictionPolicy = LRU() if eviction is None else eviction
+        self._tails = LRU()  # the cached ones of `_is_tail`
+        self._is_tail: set[int] = set()
         self._ref_count = [0] * num_blocks
         self._index = PrefixIndex()
         self._ghosts: collections.OrderedDict[BlockHash, None] = collections.OrderedDict()
@@ -49,11 +52,11 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out: free ones, then cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._tails)
 
     def ref_count(self, block: int) -> int:
         return self._ref_count[block]
@@ -93,13 +96,23 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            block = self._cached.evict()
-            self._ghosts[self._index.remove(block)] = None
+            block = self._evict()
+            self._ghosts[self._forget(block)] = None
             if len(self._ghosts) > self._num_ghosts:
                 self._ghosts.popitem(last=False)
             self.num_evictions += 1
         self._ref_count[block] = 1
         return block
+
+    def _evict(self) -> int:
+        return self._tails.evict() if len(self._tails) else self._cached.evict()
+
+    def _forget(self, block: int) -> BlockHash:
+        self._is_tail.discard(block)
+        return self._index.remove(block)
+
+    def _order_of(self, block: int) -> EvictionPolicy:
+        return self._tails if block in self._is_tail else self._cached
 
     @property
     def index(self) -> PrefixIndex:
@@ -118,7 +131,7 @@ class BlockManager:
         """Add one reference to each of these owned or cached blocks; cached ones become owned again."""
         for block in blocks:
             if block in self._index:
-                self._cached.use(block)
+                self._order_of(block).use(block)
             else:
                 assert self._ref_count[block] > 0, f"block {block} is neither owned nor cached"
             self._ref_count[block] += 1
@@ -134,20 +147,28 @@ class BlockManager:
             self._ref_count[block] = count
             if count == 0:
                 if block in self._index:
-                    self._cached.release(block)
+                    self._order_of(block).release(block)
                 else:
                     self._free.append(block)
 
     def drop_cached(self) -> None:
         """Forget every cached block, and those evicted before. The only operation that takes O(pool): tens of
         microseconds a block."""
-        for _ in range(len(self._cached)):
-            block = self._cached.evict()
-            self._index.remove(block)
+        for _ in range(self.num_cached):
+            block = self._evict()
+            self._forget(block)
             self._free.append(block)
         self._ghosts.clear()
 
-    def register(self, block: int, block_hash: BlockHash, parent: BlockHash, unsalted: BlockHash | None = None) -> bool:
+    def register(
+        self,
+        block: int,
+        block_hash: BlockHash,
+        parent: BlockHash,
+        unsalted: BlockHash | None = None,
+        *,
+        is_tail: bool = False,
+    ) -> bool:
         """Make an owned block findable; False when an equal one already is (another one then stays private).
 
         `parent` is the hash of the block before it, or the root; `unsalted` as in `PrefixIndex.add`.
@@ -156,27 +177,30 @@ class BlockManager:
         added = self._index.add(block_hash, block, unsalted)
         if added:
             self._ghosts.pop(block_hash, None)
-            self._cached.insert(block, block_hash, parent)
+            if is_tail:
+                self._is_tail.add(block)
+            else:
+                self._cached.insert(block, block_hash, parent)
         return added
 
-    def unregister(self, block: int) -> None:
-        """Make an owned block private again: its name is about to change."""
-        assert self._ref_count[block] > 0, f"block {block} is unregistered but not owned"
-        self._index.remove(block)
-        self._cached.remove(block)
+    def unregister_tail(self, block: int) -> None:
+        """Make an owned tail private again: its name is about to change."""
+        assert self._ref_count[block] > 0 and block in self._is_tail, f"block {block} is no tail that somebody owns"
+        self._forget(block)
 
     def check(self, owners: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant. `owners`: all block lists in use, to compare reference counts with. O(pool)."""
         free = set(self._free)
         owned = {block for block, count in enumerate(self._ref_count) if count > 0}
-        cached = {block for block in range(self.num_blocks) if block in self._cached}
+        cached = {block for block in range(self.num_blocks) if block in self._order_of(block)}
         assert len(free) == len(self._free), "a block is twice in the free list"
-        assert len(cached) == len(self._cached), "the eviction policy holds a block outside the pool"
+        assert len(cached) == self.num_cached, "an eviction policy holds a block outside the pool"
         assert not free & owned and not free & cached and not owned & cached, "a block is in two places"
         assert free | owned | cached == set(range(1, self.num_blocks)), "a block leaked, or the null block was taken"
         assert all(count >= 0 for count in self._ref_count), "a reference count is negative"
         assert all(block in self._index for block in cached), "a cached block cannot be found"
         assert not any(block in self._index for block in free), "a free block can still be found"
+        assert all(block in self._index for block in self._is_tail), "a tail cannot be found"
         assert len(self._ghosts) <= self._num_ghosts, "more ghosts than allowed"
         self._index.check()
         if owners is not None:

@@ -12,8 +12,7 @@ class EvictionPolicy(Protocol):
     """Order among evictable blocks. Every call is O(1) or O(log n) on average: pools hold 100,000 blocks and more.
 
     A block's life: inserted (one request owns it), used by further requests, released by the last, used again, ...,
-    evicted; or removed, while it is owned, and perhaps inserted under another hash. `len` and `in` tell of the blocks
-    that are released: those that may be evicted.
+    evicted. `len` and `in` tell of the blocks that are released: those that may be evicted.
     """
 
     def insert(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
@@ -26,10 +25,6 @@ class EvictionPolicy(Protocol):
 
     def release(self, block: int) -> None:
         """The last user let go of a findable block. Of one request's blocks the tail comes first."""
-        ...
-
-    def remove(self, block: int) -> None:
-        """An owned block is findable no more."""
         ...
 
     def evict(self) -> int:
@@ -60,9 +55,6 @@ class LRU:
 
     def release(self, block: int) -> None:
         self._order[block] = None
-
-    def remove(self, block: int) -> None:
-        pass
 
     def evict(self) -> int:
         return self._order.popitem(last=False)[0]
@@ -95,7 +87,7 @@ class Ranked(abc.ABC):
         """Called once at each release."""
 
     def forget(self, block: int) -> None:
-        """The block is evicted or removed."""
+        """The block is evicted."""
 
     def insert(self, block: int, block_hash: BlockHash, parent: BlockHash) -> None:
         if self._leaves_only:
@@ -131,10 +123,6 @@ class Ranked(abc.ABC):
     def _take(self, block: int) -> int:
         del self._rank[block]
         self._inner.discard(block)
-        self.remove(block)
-        return block
-
-    def remove(self, block: int) -> None:
         self.forget(block)
         if self._leaves_only:
             block_hash, parent = self._hashes.pop(block)
@@ -146,6 +134,7 @@ class Ranked(abc.ABC):
                 if above in self._inner:
                     self._inner.discard(above)
                     heapq.heappush(self._heap, (self._rank[above], above))
+        return block
 
     def __len__(self) -> int:
         return len(self._rank)

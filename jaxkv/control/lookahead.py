@@ -58,10 +58,6 @@ class LookAhead(EvictionPolicy):
     def release(self, block: int) -> None:
         self._policy.release(block)
 
-    def remove(self, block: int) -> None:
-        del self._identity[block]
-        self._policy.remove(block)
-
     def evict(self) -> int:
         while len(self._policy):
             block = self._policy.evict()

@@ -173,10 +173,6 @@ class PrefixIndex:
     def has_head(self, block: int) -> bool:
         return block in self._head_of
 
-    def num_head_tokens(self, block: int) -> int:
-        """Tokens that a block is known to hold: all, unless it is a tail."""
-        return len(self._head_of[block][1]) // TOKEN_BYTES
-
     def is_under_another_salt(self, unsalted: BlockHash) -> bool:
         """Whether some block holds these tokens: for a hash that is not findable under its own salt."""
         return unsalted in self._block_of or unsalted in self._num_salted

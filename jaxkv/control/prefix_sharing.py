@@ -8,8 +8,7 @@ The copied head is the part of one cached block that agrees with the prompt: it 
 
 A block that a request does not fill, its tail, is findable too, by its head only, and so never shared whole: from the
 prompt's last chunk on under the prompt's tokens there, from the request's end on under all that it holds. When it fills
-it gets a full block's name. Where a prompt continues a tail that nobody uses (a conversation's next turn), it takes the
-block over instead of copying it, or each turn would leave a block behind that says nothing new.
+it gets a full block's name.
 
 A fork finds all but its last token in its parent's blocks, as long as the parent runs: whole ones are shared and the
 last, partial one is copied, whether or not they can be found by hash. Later it looks up its tokens like any request.
@@ -42,7 +41,6 @@ class PrefixHit:
     Attributes:
       blocks: shared whole, in order; num_full_tokens: in them.
       source / num_head_tokens: block whose head is to be copied behind them, or None and 0.
-      is_adopted: the source is a tail that nobody uses and all of which was found: it is taken over, not copied.
       is_complete: the last token was found too.
       num_unused_tokens: found, but computed all the same: prompt log-probabilities are wanted. Then nothing is shared.
     """
@@ -51,18 +49,12 @@ class PrefixHit:
     num_full_tokens: int = 0
     source: int | None = None
     num_head_tokens: int = 0
-    is_adopted: bool = False
     is_complete: bool = False
     num_unused_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.num_full_tokens + self.num_head_tokens
-
-    @property
-    def num_blocks(self) -> int:
-        """Those that need not be allocated."""
-        return len(self.blocks) + self.is_adopted
 
     @property
     def used_blocks(self) -> tuple[int, ...]:
@@ -77,6 +69,12 @@ class PrefixHit:
 
 def _running_parent(state: RequestState) -> RequestState | None:
     return state.parent if state.parent is not None and state.parent.status is Status.RUNNING else None
+
+
+def _tail_names(state: RequestState, place: int, tokens: bytes) -> tuple[BlockHash, BlockHash | None]:
+    """Hash of a tail's tokens, and what it would be without the salt that the request has."""
+    (name,) = chain_hashes(state.parent_hash(place), [tokens])
+    return name, chain_hashes(state.unsalted_parent_hash(place), [tokens])[0] if state.is_salted else None
 
 
 class PrefixSharing:
@@ -107,19 +105,18 @@ class PrefixSharing:
         index = self._blocks.index
         blocks = self._blocks.match(state.block_hashes[: num_known // size]).blocks
         num_full = len(blocks) * size
-        source, num_head, is_adopted = None, 0, False
+        source, num_head = None, 0
         if num_full == num_known:  # even the last token: the last block is not shared, but copied but for that token
             source, num_head = blocks[-1], size
             blocks, num_full = blocks[:-1], num_full - size
         elif self._share_partial:
             tokens = token_bytes(state.token_ids[num_full : num_full + size])
             source, num_head = index.match_head(state.parent_hash(len(blocks)), tokens) or (None, 0)
-            is_adopted = 0 < num_head == index.num_head_tokens(source) < size and self._blocks.ref_count(source) == 0
         is_complete = num_full + num_head == num_known
         num_head -= is_complete
         if num_head == 0 or not self._share_partial or not index.has_head(source):
-            source, num_head, is_adopted = None, 0, False
-        hit = PrefixHit(blocks, num_full, source, num_head, is_adopted, is_complete)
+            source, num_head = None, 0
+        hit = PrefixHit(blocks, num_full, source, num_head, is_complete)
         return hit.unused() if state.needs_prompt_logits else hit
 
     def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
@@ -147,19 +144,15 @@ class PrefixSharing:
         if (parent := _running_parent(state)) is not None:  # or the blocks that follow would hang in the air
             self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
+        num_hits = len(hit.blocks)
         # The copy of a whole block takes no findable block of that content: others may copy from it in this plan.
         is_copy = hit.is_complete and hit.source is not None
-        hashes = () if is_copy else state.block_hashes[hit.num_blocks :]
-        own = self._blocks.allocate(num_blocks - hit.num_blocks, hashes)
+        own = self._blocks.allocate(num_blocks - num_hits, () if is_copy else state.block_hashes[num_hits:])
+        state.blocks = [*hit.blocks, *own]
         state.num_computed = hit.num_tokens
-        state.num_published_blocks = len(hit.blocks)
-        if hit.is_adopted:
-            state.blocks = [*hit.used_blocks, *own]
-            state.num_tail_tokens = self._blocks.index.num_head_tokens(hit.source)
-        else:
-            state.blocks = [*hit.blocks, *own]
-            if hit.source is not None:
-                self._copies.append(BlockCopy(hit.source, own[0], hit.num_head_tokens))
+        state.num_published_blocks = num_hits
+        if hit.source is not None:
+            self._copies.append(BlockCopy(hit.source, own[0], hit.num_head_tokens))
 
     def publish(self, state: RequestState, num_tokens: int, *, planned: bool, with_tail: bool = False) -> None:
         """Make the full blocks among the first `num_tokens`, all of them known, findable, and `with_tail` the rest too.
@@ -174,28 +167,27 @@ class PrefixSharing:
         if not self._is_enabled or not (num_full > first or is_longer_tail):
             return
         if state.num_tail_tokens:
-            self._blocks.unregister(state.blocks[first])
+            self._blocks.unregister_tail(state.blocks[first])
             state.num_tail_tokens = 0
         state.extend_hashes(self._block_size)
         for place in range(first, num_full):
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-            self._register(state, place, state.block_hashes[place], state.block_tokens[place], unsalted, planned)
+            self._register(state, place, state.block_tokens[place], state.block_hashes[place], unsalted, planned)
         state.num_published_blocks = num_full
         if num_tail:
-            self._publish_tail(state, token_bytes(state.token_ids[num_tokens - num_tail : num_tokens]), planned)
+            tokens = token_bytes(state.token_ids[num_tokens - num_tail : num_tokens])
+            names = _tail_names(state, num_full, tokens)
+            _, num_found = self._blocks.index.match_head(state.parent_hash(num_full), tokens) or (None, 0)
+            # Not if another block holds as much already.
+            if num_found < num_tail and self._register(state, num_full, tokens, *names, planned):
+                state.num_tail_tokens = num_tail
 
-    def _publish_tail(self, state: RequestState, tokens: bytes, planned: bool) -> None:
-        place, num_tokens = state.num_published_blocks, len(tokens) // TOKEN_BYTES
-        _, num_found = self._blocks.index.match_head(state.parent_hash(place), tokens) or (None, 0)
-        if num_found < num_tokens:  # or another block holds as much already
-            (tail_hash,) = chain_hashes(state.parent_hash(place), [tokens])
-            unsalted = chain_hashes(state.unsalted_parent_hash(place), [tokens])[0] if state.is_salted else None
-            if self._register(state, place, tail_hash, tokens, unsalted, planned):
-                state.num_tail_tokens = num_tokens
-
-    def _register(self, state: RequestState, place: int, name: BlockHash, tokens: bytes, unsalted, planned) -> bool:
+    def _register(
+        self, state: RequestState, place: int, tokens: bytes, name: BlockHash, unsalted: BlockHash | None, planned: bool
+    ) -> bool:
         block, parent = state.blocks[place], state.parent_hash(place)
-        if not self._blocks.register(block, name, parent, unsalted):
+        is_tail = len(tokens) < self._block_size * TOKEN_BYTES
+        if not self._blocks.register(block, name, parent, unsalted, is_tail=is_tail):
             return False
         self.pins.published(state.root, block)
         if planned:
@@ -236,16 +228,19 @@ class PrefixSharing:
             start = stop
 
     def _reason(self, state: RequestState, hit: PrefixHit, place: int) -> MissReason:
-        is_tail = place == len(state.block_hashes)
-        if hit.is_complete or is_tail and not self._share_partial:
+        index = self._blocks.index
+        if hit.is_complete:
             return MissReason.SHORTER_THAN_BLOCK
-        if is_tail:
-            tokens = [token_bytes(state.token_ids[place * self._block_size :])]
-            (block_hash,) = chain_hashes(state.parent_hash(place), tokens)
-            (unsalted,) = chain_hashes(state.unsalted_parent_hash(place), tokens) if state.is_salted else (block_hash,)
+        if place < len(state.block_hashes):
+            name = state.block_hashes[place]
+            unsalted = state.unsalted_hashes[place] if state.is_salted else None
+        elif self._share_partial:
+            tokens = token_bytes(state.token_ids[place * self._block_size :])
+            name, unsalted = _tail_names(state, place, tokens)
+            if hit.num_full_tokens == place * self._block_size and index.find(name) is not None:
+                return MissReason.SHORTER_THAN_BLOCK
         else:
-            block_hash = state.block_hashes[place]
-            unsalted = state.unsalted_hashes[place] if state.is_salted else block_hash
-        if self._blocks.was_evicted(block_hash) or self._blocks.index.find(block_hash) is not None:
+            return MissReason.SHORTER_THAN_BLOCK
+        if self._blocks.was_evicted(name) or index.find(name) is not None:
             return MissReason.EVICTED
-        return MissReason.SALT if self._blocks.index.is_under_another_salt(unsalted) else MissReason.FIRST_SEEN
+        return MissReason.SALT if index.is_under_another_salt(unsalted or name) else MissReason.FIRST_SEEN

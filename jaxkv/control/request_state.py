@@ -49,9 +49,9 @@ class RequestState:
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
-      num_tail_tokens: of the block behind those that are findable, under the name of these tokens; 0 when it is not.
       block_tokens: `token_bytes` of the same blocks.
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
+      num_tail_tokens: tokens under which the block behind the published ones is findable; 0 when it is not.
       num_plans_in_flight: submitted plans that hold this request.
       is_decoding: the last known token's chunk has been planned; from then on the device knows the next token.
       num_cached_tokens: prompt tokens found in the prefix cache, or shared with `parent`, at the first admission.

@@ -130,17 +130,14 @@ class ReturnRate:
         while self._order:
             block = self._order.pop(self._rate)
             if not self._num_children[self._identity[block][0]]:
-                self.remove(block)
-                return block
+                return self._take(block)
             self._inner[block] = None
         # Only where the children of all of them are in use: of two equal blocks the one in use is not the one found.
         if not self._inner:
             raise KeyError("no block can be evicted")
-        block, _ = self._inner.popitem()
-        self.remove(block)
-        return block
+        return self._take(self._inner.popitem()[0])
 
-    def remove(self, block: int) -> None:
+    def _take(self, block: int) -> int:
         block_hash, parent = self._identity.pop(block)
         del self._block_of[block_hash]
         self._num_children[parent] -= 1
@@ -153,6 +150,7 @@ class ReturnRate:
         self._ghosts[block_hash] = self._history.pop(block)
         if len(self._ghosts) > GHOSTS * self._num_blocks:
             self._ghosts.popitem(last=False)
+        return block
 
     def __len__(self) -> int:
         return len(self._order) + len(self._inner)

@@ -216,7 +216,7 @@ class Scheduler:
                 ):
                     state.has_waited_for_copy = True
                     early.append(self.waiting.pop())
-                    num_kept += self._num_blocks(len(state.token_ids)) - hit.num_blocks + 1
+                    num_kept += self._num_blocks(len(state.token_ids)) - len(hit.blocks) + 1
                     continue
                 updates.append(self._admit(self.waiting.pop(), hit, now))
                 budget -= self._add_chunk(state, budget, chunks, flights)
@@ -320,11 +320,9 @@ class Scheduler:
             return None
         hit = self.prefixes.find(state)
         headroom = len(self.running) + 1 + num_kept if self.running else 0
-        needed = self._num_blocks(len(state.token_ids)) - hit.num_blocks + headroom
+        needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
         if self.blocks.num_free_without(hit.used_blocks) >= needed:
             return hit
-        if hit.is_adopted:
-            return None
         hit = hit.without_head()  # the block to copy from may be the one that is missing
         return hit if self.blocks.num_free_without(hit.used_blocks) >= needed else None
 

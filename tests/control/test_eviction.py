@@ -78,19 +78,6 @@ def test_lfu_counts_uses_breaks_ties_by_age_and_forgets():
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-def test_a_block_gets_another_hash(name):
-    """Its parent goes when it has no more children than those left."""
-    policy = make_eviction_policy(name, 40)
-    tail = fill(policy, [1, 2])
-    fill(policy, [3], parent=tail, release=False)
-    policy.remove(3)
-    policy.insert(3, b"another", tail)
-    policy.release(3)
-    assert sorted(drain(policy)) == [1, 2, 3]
-    assert not vars(policy).get("_num_children") and not vars(policy).get("_block_of")
-
-
-@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_every_policy_holds_exactly_what_is_released(name):
     """Random lives of blocks; the policy must agree with a set, and never give out what is in use."""
     rng = random.Random(5)
@@ -110,11 +97,6 @@ def test_every_policy_holds_exactly_what_is_released(name):
             owned.remove(block)
             policy.release(block)
             released.add(block)
-        elif move < 0.53 and owned:
-            block = rng.choice(sorted(owned))
-            owned.remove(block)
-            policy.remove(block)
-            free.add(block)
         elif move < 0.75 and owned | released:
             block = rng.choice(sorted(owned | released))
             policy.use(block)

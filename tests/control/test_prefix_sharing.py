@@ -52,7 +52,7 @@ def test_first_seen_and_shorter_than_a_block(share_partial, reasons):
     assert missed(scheduler) == ((0, 0), reasons)
 
 
-def test_a_tail_is_copied_while_its_request_runs_and_taken_over_afterwards():
+def test_a_tail_is_copied_from_while_its_request_runs_and_afterwards():
     scheduler = make()
     first, _ = serve(scheduler, range(6), ends=False)
     tail = first.updates[0].blocks[1]
@@ -61,9 +61,9 @@ def test_a_tail_is_copied_while_its_request_runs_and_taken_over_afterwards():
     scheduler.finish("a", FinishReason.STOP)
     plan, cached = serve(scheduler, [0, 1, 2, 3, 50, 51, 52], request_id="c")
     assert cached == 4 and plan.block_copies == ()
-    kept = plan.updates[0].blocks[1]
+    tail = plan.updates[0].blocks[1]
     plan, cached = serve(scheduler, [0, 1, 2, 3, 50, 51, 52, 53, 54], request_id="d")
-    assert cached == 7 and plan.block_copies == () and plan.updates[0].blocks[:2] == (first.updates[0].blocks[0], kept)
+    assert cached == 7 and plan.block_copies == (BlockCopy(tail, plan.updates[0].blocks[1], 3),)
     assert [chunk.start for chunk in plan.prefill] == [7]
 
 
@@ -74,23 +74,21 @@ def test_a_tail_of_which_a_part_is_found_is_copied():
     assert cached == 6 and plan.block_copies == (BlockCopy(first.updates[0].blocks[1], plan.updates[0].blocks[1], 2),)
 
 
-def test_a_prompt_that_is_a_whole_tail_takes_it_over_and_computes_its_last_token():
-    scheduler = make()
-    first, _ = serve(scheduler, range(7))
-    plan, cached = serve(scheduler, range(7))
-    assert cached == 6 and plan.block_copies == () and plan.updates[0].blocks == first.updates[0].blocks
-    assert missed(scheduler)[1] == {"first_seen": 7, "last_token": 1}
-
-
-def test_turns_of_a_conversation_leave_no_block_that_says_nothing_new():
+def test_turns_of_a_conversation_find_all_that_was_computed():
     scheduler = make()
     tokens = list(range(6))
     for turn in range(5):
-        known = len(tokens)
-        _, cached = serve(scheduler, tokens)
-        assert cached == (known - 5 if turn else 0)  # all of the last prompt, not the token sampled after it
-        assert len(scheduler.blocks.index) == -(-known // 4)
+        assert serve(scheduler, tokens)[1] == (len(tokens) - 5 if turn else 0)  # but not the token sampled at its end
         tokens += [5, *range(100 * turn, 100 * turn + 4)]
+
+
+def test_tails_go_before_any_full_block():
+    scheduler = make(num_blocks=8, max_model_len=28, max_num_seqs=1)
+    serve(scheduler, range(12))
+    serve(scheduler, range(100, 107))
+    assert serve(scheduler, range(200, 212))[1] == 0  # takes the two free blocks, and the tail
+    assert scheduler.blocks.num_evictions == 1
+    assert serve(scheduler, range(100, 107))[1] == 4 and serve(scheduler, range(12))[1] == 8
 
 
 def test_an_equal_or_shorter_tail_is_not_kept_twice():
@@ -230,6 +228,17 @@ def test_a_block_is_not_copied_from_in_the_plan_that_writes_it():
     # The next plan runs later, though the first is not read yet.
     plan = scheduler.schedule()
     assert plan.prefill[0].start == 6 and plan.block_copies[0].num_tokens == 6
+    scheduler.check()
+
+
+def test_a_tail_that_is_just_being_written_is_missed_for_the_block_it_stands_in():
+    scheduler = make(block_size=16)
+    for name in "ab":
+        scheduler.add(Request(name, tuple(range(19)), SamplingParams(max_tokens=4)))
+    plan = scheduler.schedule()
+    assert [chunk.start for chunk in plan.prefill] == [0, 16]  # two tokens are not worth a wait
+    hits, reasons = missed(scheduler)
+    assert hits == (16, 0) and reasons == {"first_seen": 19, "shorter_than_block": 3}
     scheduler.check()
 
 

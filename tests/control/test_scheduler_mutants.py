@@ -62,10 +62,6 @@ class BrokenScheduler(Scheduler):
             hit = dataclasses.replace(hit, blocks=hit.used_blocks, source=None)
         if self.mutation == "fork_shares_last_token" and hit is not None and state.parent and hit.source:
             hit = dataclasses.replace(hit, num_head_tokens=hit.num_head_tokens + 1)
-        is_tail = hit is not None and hit.source is not None and not state.parent
-        is_tail = is_tail and self.blocks.index.num_head_tokens(hit.source) < self.limits.block_size
-        if self.mutation == "adopt_a_tail_in_use" and is_tail and self.blocks.ref_count(hit.source):
-            hit = dataclasses.replace(hit, is_adopted=True)
         if self.mutation == "share_any_block" and self.running and hit == PrefixHit():
             hit = PrefixHit((self.running[0].blocks[0],), self.limits.block_size)
         return hit
@@ -102,7 +98,6 @@ def hashes_without_parent(parent, blocks):
         "forget_masks",
         "masks_of_other_rows",
         "choose_before_the_mask",
-        "adopt_a_tail_in_use",
         "tail_of_too_many_tokens",
     ],
 )
@@ -111,14 +106,21 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
         ExecutorLimits(40, 4, 4, 30, 3, 40, 8, max_prefix_groups=2),
         SchedulerConfig(cascade=ALWAYS, seed=3),
     )
-    driver = Driver(limits, config, 2)
-    driver.scheduler = BrokenScheduler(limits, config)
-    driver.scheduler.mutation = mutation
+
+    def broken_driver(limits):
+        driver = Driver(limits, config, 2)
+        driver.scheduler = BrokenScheduler(limits, config)
+        driver.scheduler.mutation = mutation
+        return driver
+
+    driver = broken_driver(limits)
     if mutation == "hash_without_parent":
         monkeypatch.setattr("jaxkv.control.request_state.chain_hashes", hashes_without_parent)
     if mutation == "copy_in_same_plan":
         publish = PrefixSharing.publish
-        monkeypatch.setattr(PrefixSharing, "publish", lambda *args, **given: publish(*args, **given | {"planned": False}))
+        monkeypatch.setattr(
+            PrefixSharing, "publish", lambda *args, **given: publish(*args, **given | {"planned": False})
+        )
 
     def run(with_forks):
         rng = random.Random(1)
@@ -134,11 +136,11 @@ def test_oracle_catches_mutants(mutation, monkeypatch):
         driver.drain()
 
     def converse():
-        rng = random.Random(2)
-        first = len(driver.expected)
-        for index in range(first, first + 40):
+        """With room for unfilled blocks."""
+        rng, driver = random.Random(2), broken_driver(dataclasses.replace(limits, num_blocks=200))
+        for index in range(40):
             prompt = [rng.randrange(2) for _ in range(rng.randint(5, 12))]
-            if index > first + 2:  # it goes on from what another one says
+            if index > 2:  # it goes on from what another one says
                 _, history = driver.executor.requests[f"r{index - rng.randint(1, 3)}"]
                 prompt = [*history[: rng.randint(5, min(24, len(history)))], *rng.choice([(), (4,), (3, 1)])]
             driver.add(prompt, SamplingParams(max_tokens=rng.choice([1, 3, 9])))
