@@ -15,6 +15,7 @@ class PinnedPrefixes:
         self._blocks = blocks
         self._cache_root = cache_root
         self._max_blocks = max_blocks
+        self._root_of: dict[int, BlockHash] = {}  # of every block that was ever findable
         self._pinned: dict[BlockHash, dict[int, None]] = {}  # by the salt's root, or the block's hash
 
     @property
@@ -33,9 +34,11 @@ class PinnedPrefixes:
         return len(self._pinned[root])
 
     def pin_block(self, block_hash: BlockHash) -> int:
-        """Pin a cached block and those before it: all of them or, where the bound forbids, none. Returns how many."""
-        chain = self._blocks.index.ancestors(block_hash)
-        if block_hash not in self._pinned and chain and self.num_blocks + len(chain) <= self._max_blocks:
+        """Pin a cached block and those before it: all of them or, where the bound forbids or one is gone, none. Returns
+        how many."""
+        chain, start = self._blocks.index.ancestors(block_hash)
+        is_whole = bool(chain) and start == self._root_of[chain[0]]
+        if block_hash not in self._pinned and is_whole and self.num_blocks + len(chain) <= self._max_blocks:
             self._blocks.share(chain)
             self._pinned[block_hash] = dict.fromkeys(chain)
         return len(self._pinned.get(block_hash, ()))
@@ -48,6 +51,7 @@ class PinnedPrefixes:
 
     def published(self, root: BlockHash, block: int) -> None:
         """A findable block was made by a request under the salt of this root."""
+        self._root_of[block] = root
         pinned = self._pinned.get(root)
         if pinned is not None and block not in pinned and self.num_blocks < self._max_blocks:
             self._blocks.share((block,))

@@ -152,13 +152,14 @@ class PrefixIndex:
         found = max((num_common(tokens, child), block) for child, block in children[max(0, place - 1) : place + 1])
         return (found[1], found[0]) if found[0] else None
 
-    def ancestors(self, block_hash: BlockHash) -> list[int]:
-        """Blocks from the first one that leads to this hash to its own; empty when it is not findable."""
+    def ancestors(self, block_hash: BlockHash) -> tuple[list[int], BlockHash]:
+        """Findable blocks, one after another, the last of this hash; and the hash that the first hangs on, a root unless
+        the block of that hash is gone."""
         chain = []
         while (block := self._block_of.get(block_hash)) is not None:
             chain.append(block)
             block_hash = self._head_of[block][0]
-        return chain[::-1]
+        return chain[::-1], block_hash
 
     def descendants(self, root: BlockHash, most: int) -> list[int]:
         """At most so many blocks that hang on a root, parents first."""

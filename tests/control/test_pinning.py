@@ -63,6 +63,29 @@ def test_a_pinned_block_keeps_what_leads_to_it():
     assert scheduler.prefixes.pins.pin_block(b"unknown") == 0
 
 
+def test_a_block_whose_beginning_is_gone_is_not_pinned():
+    """Plain FIFO evicts a prompt's first blocks first."""
+    scheduler = Scheduler(LIMITS, SchedulerConfig(max_pinned_blocks=6, eviction_policy="fifo"))
+    serve(scheduler, range(20))
+    serve(scheduler, range(100, 155))
+    serve(scheduler, range(300, 312))
+    hashes = hash_blocks(root_hash(b"", None), range(20), 4)
+    assert scheduler.blocks.index.find(hashes[0]) is None and scheduler.blocks.index.find(hashes[4]) is not None
+    assert scheduler.prefixes.pins.pin_block(hashes[4]) == 0 == scheduler.prefixes.pins.num_blocks
+
+
+def test_an_unfilled_block_is_pinned_once_and_keeps_its_pin_when_it_fills():
+    scheduler = make()
+    scheduler.prefixes.pins.pin_salt("s")
+    scheduler.add(Request("b", tuple(range(6)), SamplingParams(max_tokens=30), cache_salt="s"))
+    for pinned in (2, 2, 5):
+        plan = scheduler.schedule()
+        result = StepResult(plan.step_id, (RowResult("b", (5,) * max(1, plan.num_steps)),), StepTiming(0.0, 0.0))
+        scheduler.update(result)
+        scheduler.check()
+        assert scheduler.prefixes.pins.num_blocks == pinned
+
+
 def test_pins_are_bounded():
     scheduler = make(max_pinned_blocks=3)
     pins = scheduler.prefixes.pins

@@ -202,7 +202,7 @@ def test_values_after_known_traffic(sim_server):
     assert values("jaxkv_computed_tokens_total") == 61
     missed = values.by("jaxkv_prefix_cache_missed_tokens_total")
     assert {reason: count for reason, count in missed.items() if count} == {
-        "first_seen": 32 + 16, "shorter_than_block": 8 + 4, "last_token": 1
+        "first_seen": 40 + 20, "last_token": 1
     }  # fmt: skip
     assert values.by("vllm:request_success_total") == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert values("vllm:request_prompt_tokens_sum") == 116 and values("vllm:request_prompt_tokens_count") == 3
