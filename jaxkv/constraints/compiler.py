@@ -1,5 +1,6 @@
 """From what a request's sampling parameters ask of its tokens to the constraint that sees to it."""
 
+import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,10 @@ class BothOf:
 
 
 class ConstraintCompiler:
-    """Makes `Request.constraint` of sampling parameters, in a thread of its own. Safe to use from several threads.
+    """Makes `Request.constraint` of sampling parameters. Safe to use from several threads.
+
+    One thread compiles grammars, one after another: from 1 ms to some 0.1 s each, hostile ones up to 3 s of CPU. Another
+    does what takes no time, so that token lists and grammars that were seen before wait for none of these.
 
     Args:
       vocab_size: ids the model has, which may be more than the tokenizer knows.
@@ -44,10 +48,12 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, tuple(eos_token_ids) or tokenizer.eos_token_ids)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-constraints")
+        self._slow = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-grammars")
+        self._fast = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-constraints")
         usual = threading.stack_size(STACK_BYTES)
         try:
-            self._thread.submit(int).result()  # it begins here
+            for pool in (self._slow, self._fast):
+                pool.submit(int).result()  # its thread begins here
         finally:
             threading.stack_size(usual)
 
@@ -57,20 +63,34 @@ class ConstraintCompiler:
         Raises:
           RequestError: naming the parameter that no constraint can be made of.
         """
-        return self.submit(sampling).result() if sampling.has_constraint else None
+        if not sampling.has_constraint:
+            return None
+        return self._fast.submit(self._known, sampling).result() or self._slow.submit(self._new, sampling).result()
 
-    def submit(self, sampling: SamplingParams) -> concurrent.futures.Future[TokenConstraint]:
-        """`compile` for who does not want to wait: a grammar takes from 1 ms to some 0.1 s, hostile ones up to 3 s."""
-        return self._thread.submit(self._compile, sampling)
+    async def compile_async(self, sampling: SamplingParams) -> TokenConstraint | None:
+        """`compile` for an event loop. What is cancelled before its turn is not compiled."""
+        if not sampling.has_constraint:
+            return None
+        found = await asyncio.wrap_future(self._fast.submit(self._known, sampling))
+        return found or await asyncio.wrap_future(self._slow.submit(self._new, sampling))
 
-    def _compile(self, sampling: SamplingParams) -> TokenConstraint:
+    def _known(self, sampling: SamplingParams) -> TokenConstraint | None:
+        """None for a grammar that must be compiled."""
         check_token_limits(sampling, self._vocab_size)
-        lists = grammar = None
+        wanted = sampling.structured_outputs
+        if wanted is None:
+            return self._with_lists(sampling, None)
+        grammar = self._grammars.known(wanted)
+        return grammar and self._with_lists(sampling, grammar)
+
+    def _new(self, sampling: SamplingParams) -> TokenConstraint:
+        return self._with_lists(sampling, self._grammars.compile(sampling.structured_outputs))
+
+    def _with_lists(self, sampling: SamplingParams, grammar: TokenConstraint | None) -> TokenConstraint:
+        lists = None
         if sampling.allowed_token_ids is not None or sampling.bad_words:
             bad = [ids for word in sampling.bad_words for ids in self._encodings(word)]
             lists = TokenLists(sampling.allowed_token_ids, bad, self._vocab_size)
-        if sampling.structured_outputs is not None:
-            grammar = self._grammars.compile(sampling.structured_outputs)
         return BothOf(grammar, lists) if lists and grammar else lists or grammar
 
     def _encodings(self, word: str) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ import collections
 import functools
 import json
 import re
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -85,34 +86,51 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Makes constraints of `StructuredOutputs`. For one thread, with a stack of STACK_BYTES."""
+    """Makes constraints of `StructuredOutputs`. One thread may `compile`, any may ask for what is `known`; both need stacks of
+    STACK_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._probe = Probe(lambda: self._vocabulary() | {"limits": _LIMITS})
         self._known: collections.OrderedDict[str, GrammarConstraint | str] = collections.OrderedDict()
         """By grammar: what it was compiled to, or why it cannot be."""
+        self._lock = threading.Lock()
+
+    def known(self, wanted: StructuredOutputs) -> GrammarConstraint | None:
+        """What `compile` remembers; None when it must be called. Raises as it does."""
+        name, grammar = self._read(wanted)
+        return self._remembered(name, grammar)
 
     def compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
         """Raises RequestError for a schema, regex or grammar that does not compile."""
+        name, grammar = self._read(wanted)
+        if (found := self._remembered(name, grammar)) is not None:
+            return found
+        verdict = self._probe.verdict(grammar) or self._compiled(grammar)
+        with self._lock:
+            self._known[grammar] = verdict
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return _accepted(name, verdict)
+
+    def _remembered(self, name: str, grammar: str) -> GrammarConstraint | None:
+        with self._lock:
+            if grammar not in self._known:
+                return None
+            self._known.move_to_end(grammar)
+            return _accepted(name, self._known[grammar])
+
+    def _read(self, wanted: StructuredOutputs) -> tuple[str, str]:
+        """The field that is set, and what it says in llguidance's form."""
         if not self._eos_token_ids:
             raise RequestError(
                 "this model has no end-of-sequence id, and structured_outputs could not end", param="structured_outputs"
             )
         name = next(name for name, value in vars(wanted).items() if value is not None)
         try:
-            grammar = _grammar(wanted)
+            return name, _grammar(wanted)
         except Exception as error:  # the converter of GBNF raises bare ones
             raise _refusal(name, "is not valid", error) from error
-        if grammar not in self._known:
-            self._known[grammar] = self._probe.verdict(grammar) or self._compiled(grammar)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(grammar)
-        found = self._known[grammar]
-        if isinstance(found, str):
-            raise _refusal(name, "cannot be compiled", found)
-        return found
 
     def _compiled(self, grammar: str) -> GrammarConstraint | str:
         import llguidance
@@ -138,6 +156,12 @@ class GrammarCompiler:
             "bos_token_id": tokenizer.bos_token_id,
             "vocab_size": self._vocab_size,
         }
+
+
+def _accepted(name: str, verdict: GrammarConstraint | str) -> GrammarConstraint:
+    if isinstance(verdict, str):
+        raise _refusal(name, "cannot be compiled", verdict)
+    return verdict
 
 
 def _refusal(name: str, verdict: str, error: object) -> RequestError:

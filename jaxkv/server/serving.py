@@ -151,8 +151,8 @@ class Serving:
                     max_model_len=self.max_model_len,
                     max_logprobs=self.max_logprobs,
                 )
-                if constraint is None and sampling.has_constraint:
-                    constraint = await asyncio.wrap_future(self.constraints.submit(sampling))
+                if constraint is None:
+                    constraint = await self.constraints.compile_async(sampling)
             except RequestError as error:
                 raise body.in_its_words(error) from error
             requests.append(

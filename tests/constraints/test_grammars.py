@@ -1,5 +1,6 @@
 """Grammars on real tokenizers of both families: what the masks let through, at random, is what was asked for."""
 
+import asyncio
 import json
 import pathlib
 import random
@@ -226,6 +227,27 @@ def test_grammars_are_remembered(compiler):
     for i in range(70):
         compiled(compiler, regex=f"x{i}")
     assert compiled(compiler, regex="[ab]{3}") is not first
+
+
+def test_what_is_known_does_not_wait_for_what_takes_long(compiler, monkeypatch):
+    known = compiled(compiler, choice=("yes", "no"))
+    refused = StructuredOutputs(regex="[")
+    with pytest.raises(RequestError):
+        compiler.compile(SamplingParams(structured_outputs=refused))
+    may_end = threading.Event()
+    monkeypatch.setattr(compiler._grammars._probe, "verdict", lambda grammar: "" if may_end.wait(60) else "never")
+    slow = threading.Thread(target=compiled, args=(compiler,), kwargs={"regex": "slow one"})
+    slow.start()
+    try:
+        assert compiled(compiler, choice=("yes", "no")) is known
+        assert compiler.compile(SamplingParams(allowed_token_ids=(1, 2))).is_fixed
+        assert asyncio.run(compiler.compile_async(SamplingParams(bad_words=("yes",)))) is not None
+        with pytest.raises(RequestError):
+            compiler.compile(SamplingParams(structured_outputs=refused))
+        assert slow.is_alive()
+    finally:
+        may_end.set()
+        slow.join()
 
 
 def test_many_threads_compile_at_once(compiler, tokenizer):
