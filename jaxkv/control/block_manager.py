@@ -20,11 +20,24 @@ from jaxkv.control.prefix_index import BlockHash, MatchResult, PrefixIndex
 NULL_BLOCK = 0
 
 
+class _Ghosts(collections.OrderedDict[BlockHash, None]):
+    """Hashes of what was evicted last."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most = most
+
+    def add(self, block_hash: BlockHash) -> None:
+        self[block_hash] = None
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+
 class BlockManager:
     """The pool's blocks 1 .. num_blocks - 1. Operations cost O(blocks touched), whatever the size of the pool.
 
     Attributes:
-      num_evictions: cached blocks that were overwritten, since the start.
+      num_evictions: full cached blocks that were overwritten, since the start.
     """
 
     def __init__(
@@ -34,7 +47,7 @@ class BlockManager:
         Args:
           num_blocks: the null block included, as in `ExecutorLimits`.
           eviction: an empty policy; None is LRU.
-          num_ghosts: most evicted hashes to remember; None is as many as there are blocks.
+          num_ghosts: most evicted hashes to remember, and as many of tails; None is as many as there are blocks.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -45,8 +58,8 @@ class BlockManager:
         self._is_tail: set[int] = set()
         self._ref_count = [0] * num_blocks
         self._index = PrefixIndex()
-        self._ghosts: collections.OrderedDict[BlockHash, None] = collections.OrderedDict()
-        self._num_ghosts = self.num_usable if num_ghosts is None else num_ghosts
+        num_ghosts = self.num_usable if num_ghosts is None else num_ghosts
+        self._ghosts, self._tail_ghosts = _Ghosts(num_ghosts), _Ghosts(num_ghosts)
         self.num_evictions = 0
 
     @property
@@ -97,10 +110,9 @@ class BlockManager:
             block = self._free.pop()
         else:
             block = self._evict()
-            self._ghosts[self._forget(block)] = None
-            if len(self._ghosts) > self._num_ghosts:
-                self._ghosts.popitem(last=False)
-            self.num_evictions += 1
+            is_tail = block in self._is_tail
+            (self._tail_ghosts if is_tail else self._ghosts).add(self._forget(block))
+            self.num_evictions += not is_tail
         self._ref_count[block] = 1
         return block
 
@@ -125,7 +137,11 @@ class BlockManager:
 
     def was_evicted(self, block_hash: BlockHash) -> bool:
         """Whether a block of this hash was overwritten, as far as the bounded list of ghosts remembers."""
-        return block_hash in self._ghosts
+        return block_hash in self._ghosts or block_hash in self._tail_ghosts
+
+    def is_tail(self, block: int) -> bool:
+        """Whether it is findable, but not full."""
+        return block in self._is_tail
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these owned or cached blocks; cached ones become owned again."""
@@ -159,6 +175,7 @@ class BlockManager:
             self._forget(block)
             self._free.append(block)
         self._ghosts.clear()
+        self._tail_ghosts.clear()
 
     def register(
         self,
@@ -177,6 +194,7 @@ class BlockManager:
         added = self._index.add(block_hash, block, unsalted)
         if added:
             self._ghosts.pop(block_hash, None)
+            self._tail_ghosts.pop(block_hash, None)
             if is_tail:
                 self._is_tail.add(block)
             else:
@@ -201,7 +219,6 @@ class BlockManager:
         assert all(block in self._index for block in cached), "a cached block cannot be found"
         assert not any(block in self._index for block in free), "a free block can still be found"
         assert all(block in self._index for block in self._is_tail), "a tail cannot be found"
-        assert len(self._ghosts) <= self._num_ghosts, "more ghosts than allowed"
         self._index.check()
         if owners is not None:
             expected = collections.Counter(block for blocks in owners for block in blocks)

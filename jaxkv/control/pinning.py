@@ -1,7 +1,8 @@
 """Prefixes that no burst of other requests may evict.
 
 A pin holds a reference on its blocks, as a running request does. At most `max_blocks` references are held in all, and
-no request is accepted that would not fit beside so many, so pins can never block the engine.
+no request is accepted that would not fit beside so many, so pins can never block the engine. Full blocks only: tails of
+no further use would fill the bound.
 """
 
 from jaxkv.control.block_manager import BlockManager
@@ -15,8 +16,8 @@ class PinnedPrefixes:
         self._blocks = blocks
         self._cache_root = cache_root
         self._max_blocks = max_blocks
-        self._root_of: dict[int, BlockHash] = {}  # of every block that was ever findable
-        self._pinned: dict[BlockHash, dict[int, None]] = {}  # by the salt's root, or the block's hash
+        self._root_of: dict[int, BlockHash] = {}  # of every block that was ever full and findable
+        self._pinned: dict[BlockHash, list[int]] = {}  # by the salt's root, or the block's hash
 
     @property
     def num_blocks(self) -> int:
@@ -28,9 +29,12 @@ class PinnedPrefixes:
         of it are pinned now. Earlier blocks of a prompt come before later ones."""
         root = root_hash(self._cache_root, cache_salt)
         if root not in self._pinned:
-            self._pinned[root] = {}
-            for block in self._blocks.index.descendants(root, self._max_blocks - self.num_blocks):
-                self.published(root, block)
+            self._pinned[root] = []
+            for block in self._blocks.index.descendants(root):
+                if self.num_blocks == self._max_blocks:
+                    break
+                if not self._blocks.is_tail(block):
+                    self.published(root, block)
         return len(self._pinned[root])
 
     def pin_block(self, block_hash: BlockHash) -> int:
@@ -40,7 +44,7 @@ class PinnedPrefixes:
         is_whole = bool(chain) and start == self._root_of[chain[0]]
         if block_hash not in self._pinned and is_whole and self.num_blocks + len(chain) <= self._max_blocks:
             self._blocks.share(chain)
-            self._pinned[block_hash] = dict.fromkeys(chain)
+            self._pinned[block_hash] = chain
         return len(self._pinned.get(block_hash, ()))
 
     def unpin_salt(self, cache_salt: str | None) -> None:
@@ -50,16 +54,16 @@ class PinnedPrefixes:
         self._unpin(block_hash)
 
     def published(self, root: BlockHash, block: int) -> None:
-        """A findable block was made by a request under the salt of this root."""
+        """A full block was made findable by a request under the salt of this root."""
         self._root_of[block] = root
         pinned = self._pinned.get(root)
-        if pinned is not None and block not in pinned and self.num_blocks < self._max_blocks:
+        if pinned is not None and self.num_blocks < self._max_blocks:
             self._blocks.share((block,))
-            pinned[block] = None
+            pinned.append(block)
 
     def owners(self) -> list[list[int]]:
         """Block lists that hold references, for `BlockManager.check`."""
-        return [list(pinned) for pinned in self._pinned.values()]
+        return list(self._pinned.values())
 
     def _unpin(self, key: BlockHash) -> None:
-        self._blocks.free(list(self._pinned.pop(key, ())))
+        self._blocks.free(self._pinned.pop(key, ()))

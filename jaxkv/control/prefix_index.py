@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
@@ -161,15 +161,13 @@ class PrefixIndex:
             block_hash = self._head_of[block][0]
         return chain[::-1], block_hash
 
-    def descendants(self, root: BlockHash, most: int) -> list[int]:
-        """At most so many blocks that hang on a root, parents first."""
-        found: list[int] = []
+    def descendants(self, root: BlockHash) -> Iterator[int]:
+        """Blocks that hang on a root, parents first."""
         parents = collections.deque([root])
-        while parents and len(found) < most:
-            children = [block for _, block in self._children.get(parents.popleft(), ())][: most - len(found)]
-            found += children
-            parents += [self._hash_of[block] for block in children]
-        return found
+        while parents:
+            for _, block in self._children.get(parents.popleft(), ()):
+                yield block
+                parents.append(self._hash_of[block])
 
     def has_head(self, block: int) -> bool:
         return block in self._head_of

@@ -41,6 +41,8 @@ class PrefixHit:
     Attributes:
       blocks: shared whole, in order; num_full_tokens: in them.
       source / num_head_tokens: block whose head is to be copied behind them, or None and 0.
+      num_early_tokens: behind these, in a block that the plan under construction writes: to be copied in the next one.
+      num_dropped_tokens: found, but there is no block to copy them to.
       is_complete: the last token was found too.
       num_unused_tokens: found, but computed all the same: prompt log-probabilities are wanted. Then nothing is shared.
     """
@@ -49,6 +51,8 @@ class PrefixHit:
     num_full_tokens: int = 0
     source: int | None = None
     num_head_tokens: int = 0
+    num_early_tokens: int = 0
+    num_dropped_tokens: int = 0
     is_complete: bool = False
     num_unused_tokens: int = 0
 
@@ -61,10 +65,11 @@ class PrefixHit:
         return self.blocks if self.source is None else (*self.blocks, self.source)
 
     def without_head(self) -> "PrefixHit":
-        return dataclasses.replace(self, source=None, num_head_tokens=0)
+        return dataclasses.replace(self, source=None, num_head_tokens=0, num_dropped_tokens=self.num_head_tokens)
 
     def unused(self) -> "PrefixHit":
-        return PrefixHit(is_complete=self.is_complete, num_unused_tokens=self.num_tokens)
+        unused = self.num_tokens + self.num_early_tokens
+        return PrefixHit(is_complete=self.is_complete, num_unused_tokens=unused)
 
 
 def _running_parent(state: RequestState) -> RequestState | None:
@@ -112,11 +117,12 @@ class PrefixSharing:
         elif self._share_partial:
             tokens = token_bytes(state.token_ids[num_full : num_full + size])
             source, num_head = index.match_head(state.parent_hash(len(blocks)), tokens) or (None, 0)
-        is_complete = num_full + num_head == num_known
-        num_head -= is_complete
+        num_new = self._num_in_new_heads(state, len(blocks))
+        is_complete = num_full + max(num_head, num_new) == num_known
+        num_head, num_new = (min(num, num_known - 1 - num_full) for num in (num_head, num_new))
         if num_head == 0 or not self._share_partial or not index.has_head(source):
             source, num_head = None, 0
-        hit = PrefixHit(blocks, num_full, source, num_head, is_complete)
+        hit = PrefixHit(blocks, num_full, source, num_head, max(0, num_new - num_head), is_complete=is_complete)
         return hit.unused() if state.needs_prompt_logits else hit
 
     def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
@@ -126,16 +132,14 @@ class PrefixSharing:
         source = parent.blocks[num_blocks] if num_head else None
         return PrefixHit(tuple(parent.blocks[:num_blocks]), num_shared - num_head, source, num_head, is_complete=True)
 
-    def gain_of_waiting(self, state: RequestState, hit: PrefixHit) -> int:
-        """Tokens that the hit would have more in the next plan: the head of a block that this one writes."""
-        if not self._share_partial or state.needs_prompt_logits or _running_parent(state) is not None:
-            return 0  # it copies nothing, or from its parent
-        heads = self._new_heads and self._new_heads.get(state.parent_hash(len(hit.blocks)))
-        if not heads:
+    def _num_in_new_heads(self, state: RequestState, place: int) -> int:
+        """Tokens from this block on that stand at the head of a block which this plan writes."""
+        heads = self._new_heads and self._new_heads.get(state.parent_hash(place))
+        if not heads or not self._share_partial:
             return 0
-        start = hit.num_full_tokens
-        tokens = token_bytes(state.token_ids[start : min(start + self._block_size, len(state.token_ids) - 1)])
-        return max(num_common(tokens, other) for _, other in heads) - hit.num_head_tokens
+        start = place * self._block_size
+        tokens = token_bytes(state.token_ids[start : start + self._block_size])
+        return max(num_common(tokens, other) for _, other in heads)
 
     def take(self, state: RequestState, hit: PrefixHit, num_blocks: int) -> None:
         """Give the request its `num_blocks` blocks, those of the hit first, and count what was found."""
@@ -189,7 +193,8 @@ class PrefixSharing:
         is_tail = len(tokens) < self._block_size * TOKEN_BYTES
         if not self._blocks.register(block, name, parent, unsalted, is_tail=is_tail):
             return False
-        self.pins.published(state.root, block)
+        if not is_tail:
+            self.pins.published(state.root, block)
         if planned:
             self._new_heads.setdefault(parent, []).append((block, tokens))
         else:
@@ -221,6 +226,9 @@ class PrefixSharing:
             stats.missed[MissReason.LAST_TOKEN] += 1
         stats.missed[MissReason.NEEDS_LOGITS] += hit.num_unused_tokens
         start = hit.num_tokens + hit.num_unused_tokens
+        num_uncopied = hit.num_dropped_tokens + hit.num_early_tokens
+        stats.missed[MissReason.SHORTER_THAN_BLOCK] += num_uncopied
+        start += num_uncopied
         while start < end:
             place = start // self._block_size
             stop = min(end, (place + 1) * self._block_size)
@@ -237,8 +245,6 @@ class PrefixSharing:
         elif self._share_partial:
             tokens = token_bytes(state.token_ids[place * self._block_size :])
             name, unsalted = _tail_names(state, place, tokens)
-            if hit.num_full_tokens == place * self._block_size and index.find(name) is not None:
-                return MissReason.SHORTER_THAN_BLOCK
         else:
             return MissReason.SHORTER_THAN_BLOCK
         if self._blocks.was_evicted(name) or index.find(name) is not None:

@@ -210,10 +210,7 @@ class Scheduler:
                 hit = self._admissible_hit(state, num_kept)
                 if hit is None:
                     break
-                if (
-                    not state.has_waited_for_copy
-                    and self.prefixes.gain_of_waiting(state, hit) * 4 >= self.blocks.block_size
-                ):
+                if not state.has_waited_for_copy and hit.num_early_tokens * 4 >= self.blocks.block_size:
                     state.has_waited_for_copy = True
                     early.append(self.waiting.pop())
                     num_kept += self._num_blocks(len(state.token_ids)) - len(hit.blocks) + 1

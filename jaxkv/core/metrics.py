@@ -170,7 +170,7 @@ class MissReason(enum.Enum):
 
     FIRST_SEEN = "first_seen"  # its block is not remembered
     EVICTED = "evicted"  # its block was cached and overwritten, or a block before it was
-    SHORTER_THAN_BLOCK = "shorter_than_block"  # in a block that is not shared whole, and could not be copied from
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # in a block that could be neither shared whole nor copied from
     SALT = "salt"  # cached, but under another cache_salt
     NEEDS_LOGITS = "needs_logits"  # cached, but prompt log-probabilities are wanted
     LAST_TOKEN = "last_token"  # of a wholly cached prompt: the next token needs its logits

@@ -74,11 +74,24 @@ def test_a_block_whose_beginning_is_gone_is_not_pinned():
     assert scheduler.prefixes.pins.pin_block(hashes[4]) == 0 == scheduler.prefixes.pins.num_blocks
 
 
-def test_an_unfilled_block_is_pinned_once_and_keeps_its_pin_when_it_fills():
+def test_unfilled_blocks_use_up_no_pins():
+    scheduler = make(max_pinned_blocks=4)
+    scheduler.prefixes.pins.pin_salt("s")
+    for number in range(4):
+        serve(scheduler, range(500 + 100 * number, 503 + 100 * number), "s")
+    serve(scheduler, range(16), "s")
+    scheduler.prefixes.pins.unpin_salt("s")
+    assert scheduler.prefixes.pins.pin_salt("s") == 4
+    burst(scheduler)
+    assert serve(scheduler, range(17), "s") == 16
+
+
+def test_full_blocks_are_pinned_and_unfilled_ones_when_they_fill():
     scheduler = make()
+    serve(scheduler, range(100, 103), "s")
     scheduler.prefixes.pins.pin_salt("s")
     scheduler.add(Request("b", tuple(range(6)), SamplingParams(max_tokens=30), cache_salt="s"))
-    for pinned in (2, 2, 5):
+    for pinned in (1, 1, 5):
         plan = scheduler.schedule()
         result = StepResult(plan.step_id, (RowResult("b", (5,) * max(1, plan.num_steps)),), StepTiming(0.0, 0.0))
         scheduler.update(result)
@@ -122,5 +135,5 @@ def test_pins_survive_a_reset_and_nothing_else_does():
     serve(scheduler, range(18), "drop")
     assert scheduler.reset_prefix_cache() is True
     scheduler.check()
-    assert scheduler.blocks.num_cached == 0 and scheduler.prefixes.pins.num_blocks == 5
-    assert serve(scheduler, range(18), "keep") == 17 and serve(scheduler, range(18), "drop") == 0
+    assert scheduler.blocks.num_cached == 0 and scheduler.prefixes.pins.num_blocks == 4
+    assert serve(scheduler, range(18), "keep") == 16 and serve(scheduler, range(18), "drop") == 0

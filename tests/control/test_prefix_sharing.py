@@ -87,14 +87,14 @@ def test_tails_go_before_any_full_block():
     serve(scheduler, range(12))
     serve(scheduler, range(100, 107))
     assert serve(scheduler, range(200, 212))[1] == 0  # takes the two free blocks, and the tail
-    assert scheduler.blocks.num_evictions == 1
+    assert scheduler.blocks.num_evictions == 0
     assert serve(scheduler, range(100, 107))[1] == 4 and serve(scheduler, range(12))[1] == 8
 
 
 def test_an_equal_or_shorter_tail_is_not_kept_twice():
     scheduler = make()
     serve(scheduler, range(7), ends=False)
-    serve(scheduler, range(7), request_id="b", ends=False)  # 12 | 3 of 4 are the prompt's; the device goes on in its own
+    serve(scheduler, range(7), request_id="b", ends=False)
     serve(scheduler, range(6), request_id="c")
     assert len(scheduler.blocks.index) == 2
     for name in "ab":
@@ -238,8 +238,35 @@ def test_a_tail_that_is_just_being_written_is_missed_for_the_block_it_stands_in(
     plan = scheduler.schedule()
     assert [chunk.start for chunk in plan.prefill] == [0, 16]  # two tokens are not worth a wait
     hits, reasons = missed(scheduler)
-    assert hits == (16, 0) and reasons == {"first_seen": 19, "shorter_than_block": 3}
+    assert hits == (16, 0) and reasons == {"first_seen": 19, "shorter_than_block": 2, "last_token": 1}
     scheduler.check()
+
+
+def test_a_head_that_there_is_no_block_to_copy_to_is_missed_for_that():
+    scheduler = make(block_size=8, num_blocks=3, max_model_len=16, max_num_seqs=1)
+    serve(scheduler, range(15))
+    missed(scheduler)
+    serve(scheduler, [*range(10), 50])
+    assert missed(scheduler) == ((8, 0), {"first_seen": 1, "shorter_than_block": 2})
+
+
+def test_prompt_logprobs_beside_the_same_prompt_need_its_logits():
+    scheduler = make(block_size=16)
+    for name, logprobs in (("a", None), ("b", 1)):
+        scheduler.add(Request(name, tuple(range(20)), SamplingParams(max_tokens=4, prompt_logprobs=logprobs)))
+    scheduler.schedule()
+    assert missed(scheduler) == ((0, 0), {"first_seen": 20, "needs_logits": 19, "last_token": 1})
+
+
+def test_unfilled_blocks_take_no_place_of_full_ones_among_the_ghosts():
+    scheduler = make(num_blocks=21, max_num_seqs=1)
+    serve(scheduler, range(40))
+    serve(scheduler, range(1000, 1063))
+    for number in range(25):
+        serve(scheduler, [2000 + 10 * number + place for place in range(3)])
+    missed(scheduler)
+    serve(scheduler, range(40))
+    assert missed(scheduler) == ((16, 0), {"evicted": 24})
 
 
 def test_a_head_is_not_worth_a_block_that_is_missing():
