@@ -94,5 +94,5 @@ def test_a_cached_prompt_is_computed_whole_and_counted_so():
         assert stats.hit + stats.num_missed == stats.queried == 100 * (number + 1)
         if params is asking:
             check_prompt_logprobs(prompt, news, 1)
-    assert seen == [(0, 0, 100), (0, 96, 100), (96, 0, 4)]  # six whole blocks
-    assert engine.stats.computed_tokens == 204
+    assert seen == [(0, 0, 100), (0, 99, 100), (99, 0, 1)]
+    assert engine.stats.computed_tokens == 201
