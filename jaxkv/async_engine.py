@@ -183,7 +183,7 @@ class AsyncEngine:
         max_num_queued_reqs: int | None = None,
         request_timeout: float | None = None,
     ):
-        """`max_num_queued_reqs`: sequences that may run and wait together. `request_timeout`: seconds that a request may
+        """`max_num_queued_reqs`: most sequences that run and wait together. `request_timeout`: seconds that a request may
         take, its wait included. None: no limit."""
         self.failed: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -224,12 +224,19 @@ class AsyncEngine:
         """Sequences that have been accepted and not finished."""
         return len(self._running)
 
-    def check_room(self) -> None:
-        """Raises EngineFailedError when nothing can be served any more, RequestError (429) when the queue is full."""
+    def check_room(self, num_sequences: int = 1) -> None:
+        """Raises EngineFailedError when nothing can be served any more, RequestError when so many sequences have no place
+        in the queue: 429 now, 400 ever."""
         if self.failed is not None:
             raise EngineFailedError(self.failed)
         limit, queued = self._max_num_queued_reqs, self._num_submitted - self._num_ended
-        if limit is not None and queued >= limit:
+        if limit is not None and num_sequences > limit:
+            raise RequestError(
+                f"the request asks for {num_sequences} sequences, and max_num_queued_reqs, the most that this server takes at "
+                f"once, is {limit}: lower n or send fewer prompts at a time",
+                param="n",
+            )
+        if limit is not None and queued + num_sequences > limit:
             self.num_refused += 1
             raise RequestError(
                 f"{queued} requests run or wait already, and max_num_queued_reqs is {limit}: try again later",
@@ -237,8 +244,7 @@ class AsyncEngine:
             )
 
     async def submit(self, requests: Sequence[Request]) -> RequestStream:
-        """Hand requests to the engine, each for `sampling.n` sequences: all are accepted, or none. They count whole
-        against max_num_queued_reqs, which the last ones accepted may exceed.
+        """Hand requests to the engine, each for `sampling.n` sequences: all are accepted, or none.
 
         Raises:
           RequestError: one of them can never be served, or none now (429). EngineFailedError: none ever.
@@ -248,7 +254,7 @@ class AsyncEngine:
         stream = RequestStream(loop, len(ids), lambda: self._inbox.put(lambda: self._abort(ids)))
         accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._inbox_lock:  # else the thread could end between the look and the put
-            self.check_room()
+            self.check_room(len(ids))
             self._num_submitted += len(ids)
             self._inbox.put(lambda: self._accept(requests, ids, stream, accepted))
         if self._request_timeout is not None:

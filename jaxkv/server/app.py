@@ -35,6 +35,7 @@ def create_app(serving: Serving) -> FastAPI:
     """The application for one running engine; `limits.guard` is what belongs in front of it."""
     engine = serving.engine
     app = FastAPI(
+        redirect_slashes=False,  # to whatever host the client named
         title="jaxkv", version=jaxkv.__version__, docs_url=None, redoc_url=None, strict_content_type=False,
         responses=errors.DOCUMENTED,
     )  # fmt: skip

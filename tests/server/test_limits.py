@@ -105,6 +105,32 @@ def test_an_endless_head_is_cut_off(limited, head):
     assert time.monotonic() - begin < 5
     long = limited.http.get("/health", headers={"x": "y" * 40_000})
     assert long.status_code == 200
+    assert (
+        "head is larger than 65536"
+        in error_of(limited.http.get("/health", headers={"x": "y" * 66_000}), 400)["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"FOO /health HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_as_other_mistakes(limited, request_):
+    with connect(limited) as connection:
+        connection.sendall(request_)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == 400
+
+
+def test_no_answer_leads_to_another_host(limited, caplog):
+    assert limited.http.get("/health/", headers={"host": "elsewhere"}).status_code == 404
+    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+    assert limited.http.get("/health", headers=upgrade).status_code == 200 and not caplog.records
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTT"])
@@ -118,6 +144,8 @@ def test_a_head_that_does_not_come_is_given_up(limited, monkeypatch, start):
         except ConnectionResetError:
             answer = b""
     assert answer.count(b"200 OK") == start.count(b"\r\n\r\n") or not answer
+    if answer and not start.endswith(b"\n"):
+        assert answer.count(b'"code":408') == bool(start)
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(limited, until, caplog):
@@ -139,26 +167,29 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room(serve, until):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(server.post, "/v1/completions", prompt=["a", "b"])
         until(lambda: len(server.engine.added) == 2)
-        # Two of three places are taken; a request is taken whole while there is one.
-        second = pool.submit(server.post, "/v1/completions", prompt="c", n=2)
-        until(lambda: server.async_engine._num_submitted == 4)
+        # Two of three places are taken.
+        assert "2 requests run or wait" in error_of(server.post("/v1/completions", prompt="c", n=2), 429)["message"]
+        second = pool.submit(server.post, "/v1/completions", prompt="c")
+        until(lambda: server.async_engine._num_submitted == 3)
         refused = server.post("/v1/completions", prompt="d")
         error = error_of(refused, 429)
-        assert "4 requests run or wait" in error["message"] and "max_num_queued_reqs is 3" in error["message"]
+        assert "3 requests run or wait" in error["message"] and "max_num_queued_reqs is 3" in error["message"]
         assert refused.headers["retry-after"] == "1" and error["type"] == "RateLimitError"
         assert error_of(
             server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True), 429
         )
-        assert server.async_engine.num_refused == 2 and server.http.get("/health").status_code == 200
+        assert server.async_engine.num_refused == 3 and server.http.get("/health").status_code == 200
         with pytest.raises(openai.RateLimitError):
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
             client.completions.create(model="fake", prompt="x")
-        counted = 'vllm:admission_rejections_total{model_name="fake",reason="max_num_queued_reqs"} 3.0'
+        counted = 'vllm:admission_rejections_total{model_name="fake",reason="max_num_queued_reqs"} 4.0'
         assert counted in server.http.get("/metrics").text.splitlines()
         server.engine.gate.set()
         assert first.result(20).status_code == second.result(20).status_code == 200
-    assert server.post("/v1/completions", prompt="d").status_code == 200
-    assert len(server.engine.added) == 5
+    assert server.post("/v1/completions", prompt="d", n=3).status_code == 200
+    assert len(server.engine.added) == 6
+    error = error_of(server.post("/v1/completions", prompt=["d", "e"], n=2), 400)
+    assert "asks for 4 sequences" in error["message"] and error["param"] == "n"
 
 
 @pytest.mark.parametrize("body", [{"cache_salt": "refuse"}, {"prompt": ["x", "x"], "cache_salt": "refuse"}])
