@@ -43,6 +43,9 @@ _SECONDS, _SECONDS_A_TOKEN = 0.2, 0.005
 # Between the parts of a JSON value: what json.dumps and pretty printers write. A small model that may write any amount of
 # white space can go on with it for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n]?[ ]{0,40}"}
+# In Lark: strings, regular expressions and comments; and references to tokens, by name or <[id,first-last,...]>.
+_LITERALS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
+_REFERENCE = re.compile(r"<[^<>\s]+>")
 # What has a meaning in a regular expression.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
@@ -128,9 +131,24 @@ class GrammarCompiler:
             )
         name = next(name for name, value in vars(wanted).items() if value is not None)
         try:
-            return name, _grammar(wanted)
+            grammar = _grammar(wanted)
+            if wanted.grammar is not None:
+                self._check_ends(grammar)
+            return name, grammar
         except Exception as error:  # the converter of GBNF raises bare ones
             raise _refusal(name, "is not valid", error) from error
+
+    def _check_ends(self, lark: str) -> None:
+        """Refuse token references that may be an end token, which would end the output wherever it stands."""
+        names = {self._tokenizer.token_bytes[i].decode("utf-8", "replace") for i in self._eos_token_ids}
+        for reference in _REFERENCE.findall(_LITERALS.sub(" ", lark)):
+            ranges = reference[2:-2].removeprefix("^") if reference.startswith("<[") else ""
+            listed = any(_is_within(end, ranges) for end in self._eos_token_ids)
+            if reference in names or ranges == "*" or (ranges and listed != reference.startswith("<[^")):
+                raise ValueError(
+                    f"{reference} is or includes a token that ends the output: leave it out, since the output ends by itself "
+                    "where the grammar does"
+                )
 
     def _compiled(self, grammar: str) -> GrammarConstraint | str:
         import llguidance
@@ -181,7 +199,7 @@ def _grammar(wanted: StructuredOutputs) -> str:
         schema = {} if schema is True else schema
         if not isinstance(schema, Mapping):
             raise ValueError("a JSON Schema is an object, or true")
-        _check_texts(schema)
+        _check_schema(schema)
         # As text: llguidance follows an object of Python's without looking how deep it is.
         return LLMatcher.grammar_from_json_schema(_checked(json.dumps(schema)), overrides=_JSON_OPTIONS)
     if wanted.regex is not None:
@@ -199,13 +217,23 @@ def _checked(text: str, most: int = _MOST_CHARACTERS) -> str:
     return text
 
 
-def _check_texts(schema: Any) -> None:
-    """Refuse long texts anywhere in a schema, such as patterns."""
+def _is_within(token_id: int, ranges: str) -> bool:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdecimal() and int(first) <= token_id <= int(last if last.strip().isdecimal() else first):
+            return True
+    return False
+
+
+def _check_schema(schema: Any) -> None:
+    """Refuse long texts anywhere in a schema, such as patterns, and integers that would lose digits."""
     values = [schema]
     while values:
         value = values.pop()
         if isinstance(value, str):
             _checked(value, _MOST_CHARACTERS_A_TEXT)
+        elif isinstance(value, int) and abs(value) > 2**53:
+            raise ValueError(f"{value} has more digits than a number of llguidance's holds: at most 2**53 is possible")
         elif isinstance(value, Mapping):
             values += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):

@@ -95,11 +95,12 @@ class Tokenizer:
         return ids
 
     def encode_inside(self, text: str) -> list[int]:
-        """Ids of a text that continues another: no special tokens, no space put in front; byte for byte the text."""
+        """Ids of a text that continues another: no special tokens, even where it reads like one, no space put in front;
+        byte for byte the text."""
         ids = self._inner.encode(text, add_special_tokens=False).ids
-        if b"".join([self.token_bytes[i] for i in ids]) == text.encode():
+        if self.special_ids.isdisjoint(ids) and b"".join([self.token_bytes[i] for i in ids]) == text.encode():
             return ids
-        ids, rest = [], text.encode()  # a normaliser has changed it: the longest tokens, one after the other
+        ids, rest = [], text.encode()  # the longest tokens, one after the other
         while rest:
             length = next(n for n in range(min(len(rest), self.longest_token), 0, -1) if rest[:n] in self._id_of)
             ids.append(self._id_of[rest[:length]])

@@ -229,6 +229,34 @@ def test_grammars_are_remembered(compiler):
     assert compiled(compiler, regex="[ab]{3}") is not first
 
 
+@pytest.mark.parametrize("form", ["choice", "regex", "grammar", "json"])
+def test_a_literal_that_reads_like_a_special_token_is_text(compiler, tokenizer, form):
+    special = tokenizer.fast.id_to_token(min(compiler._grammars._eos_token_ids))
+    text = f"ab{special}cd"
+    wanted = {
+        "choice": {"choice": (text, f"x{special}")},
+        "regex": {"regex": re.escape(text)},
+        "grammar": {"grammar": f'start: "{text}"'},
+        "json": {"json": {"enum": [text]}},
+    }[form]
+    texts = {walk(compiled(compiler, **wanted), tokenizer, seed) for seed in range(5)}
+    assert texts and texts <= {text, f"x{special}", json.dumps(text, ensure_ascii=False)}
+
+
+@pytest.mark.parametrize("reference", ["NAME", "<[ID]>", "<[1-9999]>", "<[*]>", "<[^1]>"])
+def test_an_end_token_in_a_grammar_is_refused(compiler, tokenizer, reference):
+    (end,) = compiler._grammars._eos_token_ids[:1]
+    reference = reference.replace("NAME", tokenizer.fast.id_to_token(end)).replace("ID", str(end))
+    reference = reference.replace("^1", f"^{end + 1}")
+    with pytest.raises(RequestError, match="ends the output"):
+        compiled(compiler, grammar=f'start: "ab" {reference} "cd"')
+
+
+def test_integers_that_would_lose_digits_are_refused(compiler):
+    with pytest.raises(RequestError, match="more digits"):
+        compiled(compiler, json={"const": 123456789012345678901234567890})
+
+
 def test_what_is_known_does_not_wait_for_what_takes_long(compiler, monkeypatch):
     known = compiled(compiler, choice=("yes", "no"))
     refused = StructuredOutputs(regex="[")
