@@ -141,7 +141,11 @@ def _devices() -> tuple[dict[str, Device], dict[str, int]]:
 
 
 def _asks_compiler(compiled: dict, device: Device) -> Temporaries:
-    """Each set of step functions is compiled once: temporaries do not depend on the number of blocks."""
+    """Each set of step functions is compiled once, whatever the number of blocks.
+
+    That matters little: where the pool leaves XLA no memory by its reckoning it computes some things twice to save
+    some, 664 MiB instead of 728 for Llama-2-7B on an A100-80G with the pool of utilization 0.9 or a small one.
+    """
     target = _TARGETS.get(device.name)
 
     def ask(programs: Programs) -> int:

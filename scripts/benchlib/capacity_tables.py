@@ -72,6 +72,7 @@ def tell_sweep(
 def draw(path: str, planner: Planner, pairs: list[Pair], sweeps: dict[str, list], lengths: list[int]) -> None:
     """A panel a setting: tokens in the cache of every model on every device; and what block_size wastes."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     panels = [name for name, values in sweeps.items() if values]
     panels += ["waste"] if sweeps["block_size"] else []
@@ -89,12 +90,15 @@ def draw(path: str, planner: Planner, pairs: list[Pair], sweeps: dict[str, list]
             for pair in pairs:
                 planned = [(p.value, planner.capacity(p)) for p in _swept(planner, pair, name, sweeps[name])]
                 if curve := [(value, capacity.memory.num_tokens) for value, capacity in planned if capacity]:
-                    axes.plot(*zip(*curve), "o-", markersize=3, label=" on ".join(pair))
+                    style = "o:" if name == "kv_cache_dtype" else "o-"  # formats have no order
+                    axes.plot(*zip(*curve), style, markersize=3, label=" on ".join(pair))
             axes.set(xlabel=name, ylabel="tokens in the cache", ylim=(0, None))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if name in ("max_num_seqs", "shards", "block_size", "waste"):
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.grid(alpha=0.3)
-        if axes.lines:
+        if axes.lines and (name == "waste" or place == 1):
             axes.legend(fontsize="small")
     figure.suptitle(title(planner))
     figure.savefig(path, dpi=110)
@@ -103,7 +107,10 @@ def draw(path: str, planner: Planner, pairs: list[Pair], sweeps: dict[str, list]
 def title(planner: Planner) -> str:
     shards = f", one of {planner.shards} devices" if planner.shards > 1 else ""
     bound = "" if planner.compiler else "; temporaries are at least, cache and requests at most so large"
-    return f"gpu_memory_utilization {planner.config.gpu_memory_utilization:g}{shards}{bound}"
+    share = f"gpu_memory_utilization {planner.config.gpu_memory_utilization:g}"
+    if all(device.is_cpu for device in planner.devices.values()):
+        share = "the memory that is free now"
+    return f"{share}{shards}{bound}"
 
 
 def _swept(planner: Planner, pair: Pair, name: str, values: list) -> Iterator[Point]:

@@ -142,7 +142,10 @@ def build_step(
 
 
 def biggest_temporary(made: Programs, target: str) -> int:
-    """Bytes of the biggest temporary of all step functions, compiled for a target; up to minutes."""
+    """Bytes of the biggest temporary of all step functions, compiled for a target; up to minutes.
+
+    Without a GPU XLA sorts in its own way instead of CUB's, so a target's own compiler may tell a little less or more.
+    """
     mesh = target_mesh(target)
     with jax.set_mesh(mesh):
         lowered = [made.lower(*work, NamedSharding(mesh, PartitionSpec())) for work in made.largest()]
