@@ -104,6 +104,8 @@ def _check_flags() -> None:
         raise ConfigError(f"device is {','.join(_DEVICE.value)!r}; it must be some of {', '.join(devices)}")
     if unknown := [name for name in _KV_CACHE_DTYPES.value if name not in FORMATS]:
         raise ConfigError(f"kv_cache_dtypes has {', '.join(unknown)}; there are: {', '.join(FORMATS)}")
+    if _PLOT.value is not None and not _PLOT.value.endswith(".png"):
+        raise ConfigError(f"plot is {_PLOT.value!r}; its name must end in .png")
     if _PLOT.value is not None and not pathlib.Path(_PLOT.value).absolute().parent.is_dir():
         raise ConfigError(f"plot is {_PLOT.value!r}, in a folder that does not exist")
     if _PLOT.value is not None and importlib.util.find_spec("matplotlib") is None:
@@ -120,6 +122,8 @@ def _models(config: EngineConfig) -> dict[str, ModelConfig]:
     """By name: one of SHAPES, or what a config.json says; what exists on disk wins."""
     if config.model is None:
         return dict(SHAPES)
+    if not config.model:
+        raise ConfigError(f"model is empty: name a config.json, a folder, a repo id, demo, {' or '.join(SHAPES)}")
     if config.model.lower() in SHAPES and not pathlib.Path(config.model).exists():
         return {config.model.lower(): SHAPES[config.model.lower()]}
     where = {"revision": config.revision, "download_dir": config.download_dir}
@@ -185,7 +189,10 @@ def _measure(report: measurement.Report) -> None:
     if _ARTICLES.value or (_ARTICLES.value is None and config.model is None):
         _tell_articles(report)
     if _PLOT.value is not None:
-        draw(_PLOT.value, planner, pairs, sweeps, lengths)
+        try:
+            draw(_PLOT.value, planner, pairs, sweeps, lengths)
+        except OSError as error:
+            raise ConfigError(f"plot is {_PLOT.value!r}, which cannot be written: {error.strerror}") from error
         report.files.append(_PLOT.value)
 
 

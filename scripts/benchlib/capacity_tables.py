@@ -46,7 +46,8 @@ def tell_formats(
 def tell_start_lines(report: measurement.Report, planner: Planner, pair: Pair) -> None:
     """What the engine writes when it starts with these flags."""
     if (capacity := planner.capacity(Point(*pair))) is not None:
-        report.console.print(f"The engine's start lines, kv_cache_dtype {capacity.config.kv_cache_dtype}:")
+        kv_format, attention = capacity.config.kv_cache_dtype, capacity.config.attention_implementation
+        report.console.print(f"The engine's start lines, with kv_cache_dtype {kv_format} and attention by {attention}:")
         for line in capacity.memory.lines():
             report.console.print(f"  {line}", markup=False, highlight=False)
 

@@ -86,6 +86,8 @@ def test_mistakes_are_named(tmp_path):
         (["--model=llama-3-8b", "--shards=3"], 2, "3 devices cannot share the model: num_heads 32"),
         (["--model=llama-3-8b", "--device=24g", "--temporaries=compiler"], 2, "none is set up for device 24g"),
         ([f"--plot={tmp_path / 'no' / 'plot.png'}"], 2, "in a folder that does not exist"),
+        (["--plot=plot.txt"], 2, "plot is 'plot.txt'; its name must end in .png"),
+        (["--model="], 2, "model is empty: name a config.json"),
         (["--device=detect", "--model=Llama-2-7B", "--num_gpu_blocks_override=999999"], 2, "for 999,999 KV blocks"),
     ]
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
