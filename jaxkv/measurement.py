@@ -38,10 +38,14 @@ class AbsentError(Exception):
 
 @dataclasses.dataclass
 class Report:
-    """Collects results and ratios while a program runs."""
+    """Collects results and ratios while a program runs.
+
+    `timed`: results hang on the machine's load. Programs that only compute have tables of their own instead.
+    """
 
     program: str
     config: dict[str, Any]
+    timed: bool = True
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     ratios: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -111,18 +115,8 @@ class Report:
         }
 
     def print_table(self) -> None:
-        table = Table(title=self.program)
-        for column in ("result", "engine", "median", "min", "max", "runs", "unit"):
-            table.add_column(column, justify="right" if column in ("median", "min", "max", "runs") else "left")
-        for r in self.results:
-            if r["value"] is None:
-                table.add_row(r["name"], r["engine"], f"skipped: {r['skipped']}", "", "", "", "")
-            else:
-                numbers = (f"{r[key]:,.4g}" for key in ("value", "min", "max"))
-                table.add_row(r["name"], r["engine"], *numbers, str(r["runs"]), r["unit"])
-        self.console.print(table)
-        load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
-        self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
+        if self.timed:
+            self._print_results()
         for check in self.checks:
             for problem in check["problems"]:
                 self.console.print(f"FAILED {check['name']}: {problem}", style="red", markup=False)
@@ -136,13 +130,30 @@ class Report:
             table.add_row(r["name"], f"{r['value']:.2f}", target, "yes" if r["ok"] else "NO")
         self.console.print(table)
 
+    def _print_results(self) -> None:
+        table = Table(title=self.program)
+        for column in ("result", "engine", "median", "min", "max", "runs", "unit"):
+            table.add_column(column, justify="right" if column in ("median", "min", "max", "runs") else "left")
+        for r in self.results:
+            if r["value"] is None:
+                table.add_row(r["name"], r["engine"], f"skipped: {r['skipped']}", "", "", "", "")
+            else:
+                numbers = (f"{r[key]:,.4g}" for key in ("value", "min", "max"))
+                table.add_row(r["name"], r["engine"], *numbers, str(r["runs"]), r["unit"])
+        self.console.print(table)
+        load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
+        self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
 
-def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[Report], None]) -> None:
+
+def run(
+    program: str, config: Callable[[], dict[str, Any]], measure: Callable[[Report], None], *, timed: bool = True
+) -> None:
     """Entry point of a measuring program: parses flags, measures, prints, exits.
 
     Args:
       config: the settings in force, read from the flags once they are parsed; may raise UserError.
       measure: fills the report; may raise UserError (exit 2) or AbsentError (exit 3).
+      timed: see Report.
     """
 
     def main(argv: Sequence[str]) -> int:
@@ -152,7 +163,7 @@ def run(program: str, config: Callable[[], dict[str, Any]], measure: Callable[[R
         if flags.FLAGS.json_only:
             logging.set_verbosity(logging.WARNING)
         try:
-            report = Report(program, config())
+            report = Report(program, config(), timed)
             report.console.quiet = flags.FLAGS.json_only
             measure(report)
         except UserError as error:

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress
+from jaxkv.device import Device
 from jaxkv.execution.decode_state import state_bytes
 from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.kv_cache import kv_bytes_per_token
@@ -28,17 +28,37 @@ _LEAST_CASCADE_BUCKET = 16
 
 
 def plan_programs(
-    config: EngineConfig, model: ModelConfig, platform: str, progress: Progress
+    config: EngineConfig, model: ModelConfig, device: Device, progress: Progress
 ) -> tuple[Programs, MemoryPlan]:
     """Blocks, and the step functions for them, being built in the background.
 
     The arithmetic refuses what can't fit first; then the compiler tells the temporaries.
     """
     available = available_memory()
+    needs = memory_needs(config, model)
+    memory = plan_blocks(config, model, needs, device, available)
+    programs = make_programs(config, model, memory, device)
+    only = programs.largest() if config.enforce_eager else None
+    programs.start(progress, only)
+    try:
+        needs = dataclasses.replace(needs, temporaries=programs.temporaries(), compiled=True)
+        with_temporaries = plan_blocks(config, model, needs, device, available)
+    except BaseException:
+        programs.stop()
+        raise
+    # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
+    if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
+        programs.stop()
+        programs = make_programs(config, model, with_temporaries, device)
+        programs.start(progress, only)
+    return programs, with_temporaries
+
+
+def memory_needs(config: EngineConfig, model: ModelConfig) -> MemoryNeeds:
+    """Before anything is compiled: temporaries are less than there will be, enough to refuse what is hopeless."""
     itemsize = jnp.dtype(config.dtype).itemsize
-    # Less than there will be: a row's float32 logits, a token's widest activation. Enough to refuse what is hopeless.
-    per_seq, per_token = 4 * model.vocab_size, itemsize * model.intermediate_size
-    needs = MemoryNeeds(
+    per_seq, per_token = 4 * model.vocab_size, itemsize * model.intermediate_size  # float32 logits, widest activation
+    return MemoryNeeds(
         weights=model.num_parameters() * itemsize,
         kv_per_token=kv_bytes_per_token(model, config.kv_cache_dtype),
         decode_state=state_bytes(
@@ -50,43 +70,38 @@ def plan_programs(
         temporaries=max(per_seq * config.max_num_seqs, per_token * config.max_num_batched_tokens),
         temporaries_per_seq=per_seq,
         temporaries_per_token=per_token,
+        compiled=False,
     )
 
-    def plan(needs: MemoryNeeds) -> MemoryPlan:
-        return plan_memory(
-            config,
-            needs,
-            platform=platform,
-            available=available,
-            block_size=config.block_size,
-            model_limit=model_limit(model),
-            most_blocks=dispatch.max_blocks(
-                config.attention_implementation,
-                num_kv_heads=model.num_kv_heads,
-                block_size=config.block_size,
-                head_dim=model.head_dim,
-                kv_format=config.kv_cache_dtype,
-            ),
-        )
 
-    memory = plan(needs)
-    programs = _programs(config, model, memory)
-    only = programs.largest() if config.enforce_eager else None
-    programs.start(progress, only)
-    try:
-        with_temporaries = plan(dataclasses.replace(needs, temporaries=programs.temporaries()))
-    except BaseException:
-        programs.stop()
-        raise
-    # Temporaries do not depend on the number of blocks (a test sees to it), so one correction is enough.
-    if with_temporaries.num_blocks != memory.num_blocks or with_temporaries.max_model_len != memory.max_model_len:
-        programs.stop()
-        programs = _programs(config, model, with_temporaries)
-        programs.start(progress, only)
-    return programs, with_temporaries
+def most_blocks(config: EngineConfig, model: ModelConfig) -> int | None:
+    """Blocks, the null block included, that the kernels can address; None: as many as fit the memory."""
+    return dispatch.max_blocks(
+        config.attention_implementation,
+        num_kv_heads=model.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.head_dim,
+        kv_format=config.kv_cache_dtype,
+    )
 
 
-def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> Programs:
+def plan_blocks(
+    config: EngineConfig, model: ModelConfig, needs: MemoryNeeds, device: Device, available: int
+) -> MemoryPlan:
+    """`plan_memory` for a model on a device; `config` is resolved, `available` bytes are the engine's."""
+    return plan_memory(
+        config,
+        needs,
+        platform="cpu" if device.is_cpu else "gpu",
+        available=available,
+        block_size=config.block_size,
+        model_limit=model_limit(model),
+        most_blocks=most_blocks(config, model),
+    )
+
+
+def make_programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan, device: Device) -> Programs:
+    """The step functions of an engine with these blocks; nothing is compiled yet."""
     limits = ExecutorLimits(
         num_blocks=memory.num_blocks + 1,
         block_size=config.block_size,
@@ -97,7 +112,7 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         max_decode_steps=1 if config.enforce_eager else MAX_DECODE_STEPS,
         max_prefix_groups=0 if config.cascade == "off" else min(_MAX_PREFIX_GROUPS, config.max_num_seqs // 2),
     )
-    decode_buckets = _decode_buckets(config.max_num_seqs)
+    decode_buckets = _decode_buckets(config.max_num_seqs, device)
     shapes = ProgramShapes(
         model=model,
         dtype=config.dtype,
@@ -110,16 +125,16 @@ def _programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan) -> P
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
         cascade_buckets=cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
-        cache_as_bits=jax.default_backend() == "cpu" and not config.attention_implementation.startswith("pallas_"),
+        cache_as_bits=device.is_cpu and not config.attention_implementation.startswith("pallas_"),
     )
     abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
 
 
-def _decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+def _decode_buckets(max_num_seqs: int, device: Device) -> tuple[int, ...]:
     """Padded row counts. On CPU a row costs: the demo model's step takes 86 ms with 8 rows, 123 with 16. On GPU the weights
     that are read cost, and hardly the rows."""
-    factor = 2 if jax.default_backend() == "cpu" else 4
+    factor = 2 if device.is_cpu else 4
     return tuple(dict.fromkeys((1, *geometric_buckets(min(4, max_num_seqs), max_num_seqs, factor))))
 
 

@@ -3,14 +3,12 @@
 import dataclasses
 import logging
 import os
-import re
 from pathlib import Path
-
-import jax
 
 from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
+from jaxkv.device import Device
 from pallas_kernels import dispatch
 
 log = logging.getLogger(__name__)
@@ -51,15 +49,15 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"max_logprobs is {config.max_logprobs}; it must be 1 to {_MOST_LOGPROBS}")
 
 
-def resolve_settings(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+def resolve_settings(config: EngineConfig, model: ModelConfig, device: Device) -> EngineConfig:
     """Every None and "auto" but those that follow from the memory."""
-    cpu = platform == "cpu"
+    cpu = device.is_cpu
     dtype = config.dtype if config.dtype != "auto" else ("float32" if cpu else "bfloat16")
     kv_cache_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
     block_size = config.block_size or (16 if cpu else 64)
     try:
         implementation, reason = dispatch.resolve(
-            config.attention_implementation, _attention_configuration(model, block_size, dtype, kv_cache_dtype)
+            config.attention_implementation, _attention_configuration(model, device, block_size, dtype, kv_cache_dtype)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -82,13 +80,11 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, platform: str) ->
 
 
 def _attention_configuration(
-    model: ModelConfig, block_size: int, dtype: str, kv_format: str
+    model: ModelConfig, device: Device, block_size: int, dtype: str, kv_format: str
 ) -> dispatch.Configuration:
-    device = jax.local_devices()[0]
-    capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))  # AMD's are no numbers
     return dispatch.Configuration(
-        platform="cuda" if capability else device.platform,
-        capability=(int(capability[1]), int(capability[2])) if capability else None,
+        platform=device.platform,
+        capability=device.capability,
         block_size=block_size,
         head_dim=model.head_dim,
         group=model.num_heads // model.num_kv_heads,

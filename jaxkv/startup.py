@@ -21,9 +21,10 @@ from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress, SilentProgress
+from jaxkv.device import local_device
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.kv_cache import kv_bytes_per_token
-from jaxkv.execution.memory import MemoryPlan
+from jaxkv.execution.memory import MemoryPlan, memory_fraction
 from jaxkv.execution.programs import WarmUp
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
@@ -140,9 +141,9 @@ def build_engine(
       origin: what the weights are; with the settings it decides which K/V are alike.
       timed: calls a function for a stage of the start.
     """
-    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    config = resolve_settings(config, model_config, platform)
-    programs, memory = timed("plan", plan_programs, config, model_config, platform, progress)
+    device = local_device()
+    config = resolve_settings(config, model_config, device)
+    programs, memory = timed("plan", plan_programs, config, model_config, device, progress)
     for line in memory.lines():
         log.info("%s", line)
     config = dataclasses.replace(config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks)
@@ -166,7 +167,7 @@ def build_engine(
 
 def _reserve_gpu_memory(config: EngineConfig) -> None:
     """Let JAX's allocator have gpu_memory_utilization of the device; a no-op once the backend runs, and on CPU."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", memory_fraction(config.gpu_memory_utilization))
 
 
 def _tell_fixed_rope_base(model: ModelConfig, max_model_len: int) -> None:

@@ -23,8 +23,9 @@ class MemoryNeeds:
       weights: bytes of the weights as kept on the device.
       kv_per_token: bytes of one token's KV in all layers.
       decode_state: bytes of what the device keeps of each row: block tables, token counts.
-      temporaries: biggest temporary of any step function, from the compiler; until it has run, a lower bound.
+      temporaries: biggest temporary of any step function.
       temporaries_per_seq / temporaries_per_token: lower bounds of what a row and a prefill token add to it.
+      compiled: `temporaries` is the compiler's figure; until it has run, a lower bound.
     """
 
     weights: int
@@ -33,6 +34,7 @@ class MemoryNeeds:
     temporaries: int
     temporaries_per_seq: int
     temporaries_per_token: int
+    compiled: bool = True
 
     @property
     def fixed(self) -> int:
@@ -68,16 +70,21 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """How many requests of max_model_len tokens the pool holds at once."""
-        return self.num_blocks / -(-self.max_model_len // self.block_size)
+        return self.concurrency(self.max_model_len)
+
+    def concurrency(self, num_tokens: int) -> float:
+        """How many requests of `num_tokens` tokens the pool holds at once, when they share nothing."""
+        return self.num_blocks / -(-num_tokens // self.block_size)
 
     def lines(self) -> list[str]:
         """What is said at start."""
         needs = self.needs
+        source = "from the compiler" if needs.compiled else "at least; the compiler has not run"
         return [
             f"Memory available to the engine: {human_bytes(self.available)}",
             f"Weights: {human_bytes(needs.weights)}",
             f"Decode state (block tables and token counts of the rows): {human_bytes(needs.decode_state)}",
-            f"Biggest temporary (from the compiler): {human_bytes(needs.temporaries)}",
+            f"Biggest temporary ({source}): {human_bytes(needs.temporaries)}",
             f"KV cache: {needs.kv_per_token:,} bytes a token, {human_bytes(self.kv_bytes)} in "
             f"{self.num_blocks:,} blocks of {self.block_size} tokens",
             f"KV cache size: {self.num_tokens:,} tokens",
@@ -93,6 +100,16 @@ def available_memory() -> int:
     stats = device.memory_stats()
     # bytes_limit is gpu_memory_utilization of the device: see startup._reserve_gpu_memory.
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def memory_fraction(gpu_memory_utilization: float) -> str:
+    """The share of the device that JAX's allocator gets, as its environment variable has it."""
+    return f"{gpu_memory_utilization:.3f}"
+
+
+def gpu_share(device_memory: int, gpu_memory_utilization: float) -> int:
+    """What `available_memory` will tell on a GPU with so many bytes where nothing runs yet."""
+    return int(device_memory * float(memory_fraction(gpu_memory_utilization)))
 
 
 def plan_memory(

@@ -1,5 +1,6 @@
 """Fetches a repo from the Hugging Face Hub, or says plainly why not. Imports no jax."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -13,8 +14,15 @@ ALLOW_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt",
 IGNORE_PATTERNS = ["original/*", "consolidated*.safetensors", "onnx/*", "*/*.safetensors"]
 
 
-def snapshot(repo_id: str, *, revision: str | None, download_dir: str | None, progress: Progress) -> Path:
-    """Folder of the repo at `revision`, from the cache where it is complete there.
+def snapshot(
+    repo_id: str,
+    *,
+    revision: str | None,
+    download_dir: str | None,
+    progress: Progress,
+    patterns: Sequence[str] = ALLOW_PATTERNS,
+) -> Path:
+    """Folder of the repo at `revision`, from the cache where it is complete there; `patterns` name the files wanted.
 
     Raises CheckpointError when the repo is gated, not found, or neither cached nor reachable.
     """
@@ -29,7 +37,7 @@ def snapshot(repo_id: str, *, revision: str | None, download_dir: str | None, pr
             repo_id,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=ALLOW_PATTERNS,
+            allow_patterns=list(patterns),
             ignore_patterns=IGNORE_PATTERNS,
             tqdm_class=bar,
         )

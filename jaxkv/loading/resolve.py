@@ -22,7 +22,7 @@ class ModelSource:
 
     Attributes:
       kind: "huggingface" (folder with config.json and safetensors), "gguf" (one file), "orbax" (folder).
-      path: that folder or file.
+      path: that folder or file; a config.json where only that is wanted.
       name: short name, e.g. for the server's model id.
       description: what it is, for logs.
     """
@@ -39,6 +39,7 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     progress: Progress | None = None,
+    config_only: bool = False,
 ) -> ModelSource:
     """Find the model, fetching it when it is not here yet.
 
@@ -47,6 +48,7 @@ def resolve_model(
       revision: branch, tag or commit of a repo.
       download_dir: where downloads are kept; None is each library's own cache.
       progress: told the bytes downloaded.
+      config_only: the weights are not wanted: of a repo only config.json is fetched, and a path may be that file.
 
     Raises CheckpointError saying what was looked for and what to do.
     """
@@ -56,14 +58,20 @@ def resolve_model(
         return ModelSource("gguf", path, "demo", f"{demo_model.DEMO.title} ({path})")
     path = Path(model).expanduser()
     if path.exists():
-        return _local(path)
+        return _local(path, config_only)
     if _looks_like_path(model):
         raise CheckpointError(f"--model={model}: no such file or folder ({path.absolute()}).")
     if not _REPO_ID.fullmatch(model):
         raise CheckpointError(
             f"--model={model!r} is neither an existing file or folder nor a Hugging Face repo id (owner/name), nor 'demo'."
         )
-    folder = hub.snapshot(model, revision=revision, download_dir=download_dir, progress=progress)
+    folder = hub.snapshot(
+        model,
+        revision=revision,
+        download_dir=download_dir,
+        progress=progress,
+        patterns=("config.json",) if config_only else hub.ALLOW_PATTERNS,
+    )
     source = _local(folder)
     return dataclasses.replace(source, name=model, description=f"{model} from the Hugging Face Hub ({folder})")
 
@@ -71,14 +79,17 @@ def resolve_model(
 def _looks_like_path(model: str) -> bool:
     return (
         model.startswith(("/", "./", "../", "~"))
-        or model.endswith((".gguf", "/"))
+        or model.endswith((".gguf", ".json", "/"))
         or model.count("/") > 1
         or "\\" in model
     )
 
 
-def _local(path: Path) -> ModelSource:
+def _local(path: Path, config_only: bool = False) -> ModelSource:
     path = path.absolute()
+    if path.is_file() and path.suffix == ".json" and config_only:
+        name = path.parent.name if path.stem == "config" else path.stem
+        return ModelSource("huggingface", path, name, f"configuration {path}")
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path}: a single file must be a .gguf; for safetensors name the folder.")

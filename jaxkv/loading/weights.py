@@ -68,10 +68,11 @@ def load_config(source: ModelSource) -> ModelConfig:
 
         gguf = GGUFSource(source.path)
         return parse_gguf_config(gguf.file, gguf.rope_freqs())
-    generation = source.path / "generation_config.json"
+    config = source.path if source.path.is_file() else source.path / "config.json"
+    generation = config.parent / "generation_config.json"
     return parse_hf_config(
-        _read_json(source.path / "config.json"),
-        str(source.path / "config.json"),
+        _read_json(config),
+        str(config),
         _read_json(generation) if generation.is_file() else None,
     )
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpulib.census import Launch, launches
 from gpulib.deviceless import compiler_options, target_mesh
+from jaxkv.capacity import shard
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig, RopeConfig
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
@@ -22,27 +23,32 @@ _LLAMA = {
     "num_heads": 32,
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
     "window_sizes": (None,) * 32,
     "dtype": "bfloat16",
 }
 _LLAMA_3_8B = ModelConfig(
-    vocab_size=128_256, intermediate_size=14_336, num_kv_heads=8, rope=RopeConfig(theta=500_000.0), **_LLAMA
+    vocab_size=128_256,
+    intermediate_size=14_336,
+    num_kv_heads=8,
+    max_position_embeddings=8192,
+    rope=RopeConfig(theta=500_000.0),
+    **_LLAMA,
 )
-_LLAMA_2_7B = ModelConfig(vocab_size=32_000, intermediate_size=11_008, num_kv_heads=32, rope=RopeConfig(), **_LLAMA)
-
-
-def _half(model: ModelConfig) -> ModelConfig:
-    """What one of two devices computes: half the heads and half the MLP."""
-    halves = {name: getattr(model, name) // 2 for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-    return dataclasses.replace(model, **halves)
+_LLAMA_2_7B = ModelConfig(
+    vocab_size=32_000,
+    intermediate_size=11_008,
+    num_kv_heads=32,
+    max_position_embeddings=4096,
+    rope=RopeConfig(),
+    **_LLAMA,
+)
 
 
 MODELS = {
     "llama-3-8b": _LLAMA_3_8B,
     "llama-2-7b": _LLAMA_2_7B,
-    "llama-3-8b/2": _half(_LLAMA_3_8B),
-    "llama-2-7b/2": _half(_LLAMA_2_7B),
+    "llama-3-8b/2": shard(_LLAMA_3_8B, 2),
+    "llama-2-7b/2": shard(_LLAMA_2_7B, 2),
 }
 BUCKETS = {"decode": 64, "prefill": 2048}
 """The bucket of each step function that is compiled."""
@@ -133,6 +139,18 @@ def build_step(
         graphs=graphs,
         outside_graphs=outside,
     )
+
+
+def biggest_temporary(made: Programs, target: str) -> int:
+    """Bytes of the biggest temporary of all step functions, compiled for a target; up to minutes.
+
+    Without a GPU XLA sorts in its own way instead of CUB's, so a target's own compiler may tell a little less or more.
+    """
+    mesh = target_mesh(target)
+    with jax.set_mesh(mesh):
+        lowered = [made.lower(*work, NamedSharding(mesh, PartitionSpec())) for work in made.largest()]
+        compiled = [step.compile(compiler_options=compiler_options(None, fail_on_spill=False)) for step in lowered]
+    return max(step.memory_analysis().temp_size_in_bytes for step in compiled)
 
 
 def copies(hlo: str, sizes: set[int]) -> list[str]:

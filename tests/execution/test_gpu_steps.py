@@ -1,7 +1,13 @@
 """The executor's step functions, compiled for an H200 that is not here: the cache in place, no copies of it or of weights."""
 
+import dataclasses
+
 import pytest
-from gpulib.step_programs import BUCKETS, MODELS, build_step
+from gpulib.step_programs import BUCKETS, MODELS, biggest_temporary, build_step
+
+from jaxkv.capacity import plan_capacity
+from jaxkv.core.config import EngineConfig
+from jaxkv.device import DEVICES
 
 IMPLEMENTATION = "pallas_triton"
 
@@ -17,3 +23,14 @@ def test_cache_in_place_and_nothing_copied(kind, model, kv_format, tmp_path):
     assert per_layer["kv_write"] == 1, per_layer
     # Neither grows with the pool: a layer's blocks alone are 268 MB or more in bfloat16, half a model's MLP 59 MB.
     assert step.temporary_bytes < step.cache_bytes / 8
+
+
+@pytest.mark.gpu_build
+def test_a_plan_asks_the_compiler():
+    model = dataclasses.replace(MODELS["llama-3-8b"], num_layers=1, window_sizes=(None,), vocab_size=1000)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks_override=100)
+    bound = plan_capacity(config, model, DEVICES["h200"]).memory.needs
+    needs = plan_capacity(
+        config, model, DEVICES["h200"], temporaries=lambda made: biggest_temporary(made, "h200")
+    ).memory.needs
+    assert needs.compiled and bound.temporaries < needs.temporaries < 32 * 2**20  # a weight matrix has 117 MB

@@ -283,3 +283,21 @@ def test_why_a_repo_cant_be_had(hub_url, tmp_path, model, environment, words):
     error = resolve_in_subprocess(model, tmp_path, **({"HF_ENDPOINT": hub_url} | environment))["error"]
     for word in words:
         assert word in error
+
+
+def test_a_configuration_alone(tmp_path, monkeypatch):
+    """What a planner asks for: no weights are looked at or fetched."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    named = tmp_path / "other.json"
+    named.write_text("{}")
+    for path, name in ((folder / "config.json", "tiny"), (named, "other")):
+        source = resolve_model(str(path), config_only=True)
+        assert (source.kind, source.path, source.name) == ("huggingface", path, name)
+        with pytest.raises(CheckpointError, match="a single file must be a .gguf"):
+            resolve_model(str(path))
+    asked = []
+    monkeypatch.setattr("jaxkv.loading.hub.snapshot", lambda *_, patterns, **__: asked.append(patterns) or folder)
+    assert resolve_model("owner/model", config_only=True).name == "owner/model"
+    assert asked == [("config.json",)]
