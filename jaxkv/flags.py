@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from jaxkv.core.config import DTYPES, EngineConfig, is_kv_cache_dtype, told_kv_cache_dtypes
 from jaxkv.core.errors import ConfigError, UserError
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -105,12 +105,14 @@ def engine_config(values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
       ConfigError: a value that is not supported, with those that are.
     """
     settings = {field.name: values[field.name].value for field in dataclasses.fields(EngineConfig)}
-    for name, supported in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+    for name, is_supported, told in (
+        ("dtype", DTYPES.__contains__, ", ".join(DTYPES)),
+        ("kv_cache_dtype", is_kv_cache_dtype, told_kv_cache_dtypes()),
+    ):
         given = settings[name]
-        settings[name] = _ALIASES[name].get(given, given)
-        if settings[name] not in supported:
-            meaning = f" (that is, {settings[name]})" if settings[name] != given else ""
-            raise ConfigError(f"--{name}={given}{meaning} is not supported; supported: {', '.join(supported)}")
+        settings[name] = ",".join([_ALIASES[name].get(one, one) for one in given.split(",")])
+        if not is_supported(settings[name]):
+            raise ConfigError(f"--{name}={given} is not supported; supported: {told}")
     if settings["tensor_parallel_size"] != 1:
         raise ConfigError(
             f"--tensor_parallel_size={settings['tensor_parallel_size']} is not supported yet: set it to 1"

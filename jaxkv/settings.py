@@ -5,7 +5,7 @@ import logging
 import os
 from pathlib import Path
 
-from jaxkv.core.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
+from jaxkv.core.config import DTYPES, EngineConfig, is_kv_cache_dtype, told_kv_cache_dtypes
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.device import Device
@@ -24,8 +24,8 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError("model is empty: name a model, e.g. demo")
     if config.dtype not in DTYPES:
         raise ConfigError(f"dtype is {config.dtype!r}; choose one of {', '.join(DTYPES)}")
-    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
+    if not is_kv_cache_dtype(config.kv_cache_dtype):
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; choose one of {told_kv_cache_dtypes()}")
     if config.tensor_parallel_size != 1:
         raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}; only 1 is supported so far")
     if not 0 < config.gpu_memory_utilization <= 1:

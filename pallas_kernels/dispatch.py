@@ -7,7 +7,6 @@ falls back silently.
 import dataclasses
 from typing import NamedTuple
 
-from pallas_kernels.kv_format import FORMATS
 from pallas_kernels.triton_compat import MAX_ONE_BYTE_ELEMENTS
 
 PREFERENCE = ("pallas_triton", "xla")
@@ -20,6 +19,7 @@ _MOST_HEAD_DIM = 256
 # Products of float32 in three parts need so many registers that prefill spills from here on: 16 to 676 bytes a thread at
 # 256, whatever the tile (JAX 0.10.2, A100 and H200).
 _MOST_HEAD_DIM_FLOAT32 = 128
+_TRITON_FORMATS = ("float32", "bfloat16", "float16", "int8")
 
 
 class Support(NamedTuple):
@@ -33,7 +33,7 @@ class Configuration:
 
     Attributes:
       platform: "cpu", "cuda", or another of JAX's. capability: compute capability of a CUDA device, (9, 0) for Hopper.
-      group: query heads a KV head. dtype: of the queries. kv_format: a name of kv_format.FORMATS.
+      group: query heads a KV head. dtype: of the queries. kv_format: as kv_format.formats_of reads it.
     """
 
     platform: str
@@ -80,8 +80,8 @@ def _not_for_triton(configuration: Configuration) -> str | None:
         return f"head_dim must be at most {_MOST_HEAD_DIM_FLOAT32} in float32, not {configuration.head_dim}"
     if configuration.group > _MOST_GROUP:
         return f"at most {_MOST_GROUP} query heads may share a KV head, not {configuration.group}"
-    if configuration.kv_format not in FORMATS:
-        return f"the KV format must be one of {', '.join(FORMATS)}, not {configuration.kv_format}"
+    if configuration.kv_format not in _TRITON_FORMATS:
+        return f"the KV format must be one of {', '.join(_TRITON_FORMATS)}, not {configuration.kv_format}"
     return None
 
 
@@ -106,6 +106,6 @@ def resolve(implementation: str | None, configuration: Configuration) -> tuple[s
 
 def max_blocks(implementation: str, *, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str) -> int | None:
     """Most blocks a layer's pool may have, the null block included; None: as many as fit the memory."""
-    if not implementation.startswith("pallas_triton") or not FORMATS[kv_format].is_quantized:
+    if not implementation.startswith("pallas_triton") or kv_format != "int8":
         return None
     return MAX_ONE_BYTE_ELEMENTS // (num_kv_heads * block_size * head_dim)

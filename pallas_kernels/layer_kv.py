@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_format import FORMATS, KVFormat
+from pallas_kernels.kv_format import FORMATS, KVFormat, Stored, decode, formats_of
 
 
 @jax.tree_util.register_dataclass
@@ -14,29 +14,30 @@ class LayerKV:
     """One layer's KV blocks. Head-major inside a block, so that a (block, head) pair is one contiguous tile and tensor
     parallelism shards axis 1. Block 0 is the null block: writes of padding land there, and nobody reads it.
 
-    int8 values stand transposed inside their block: 8-bit tensor-core operands cannot be transposed on the way from
-    shared memory, and row-major ones cost 64 byte-wide loads a tile.
+    Values with one scale a token and head stand transposed inside their block: 8-bit tensor-core operands cannot be
+    transposed on the way from shared memory, and row-major ones cost 64 byte-wide loads a tile.
 
-    With `bits_of`, a format's name, 16-bit floats are held as uint16 of the same bits. For XLA:CPU, which has no gather,
-    scatter or slice of 16-bit floats and converts the whole pool to float32 instead: a decode step of the demo model in
-    bfloat16 with 1 GiB of blocks took 0.78 s.
+    Floats of 16 and 8 bits may be held as unsigned integers of the same bits. For XLA:CPU, which has no gather, scatter
+    or slice of them and converts the whole pool to float32 instead: a decode step of the demo model in bfloat16 with
+    1 GiB of blocks took 0.78 s.
     """
 
-    k: jax.Array  # [N, K, P, D]
-    v: jax.Array  # [N, K, P, D], or int8[N, K, D, P]
-    k_scale: jax.Array | None = None  # bf16[N, K, P] of int8
-    v_scale: jax.Array | None = None  # bf16[N, K, P] of int8
-    bits_of: str | None = dataclasses.field(default=None, metadata={"static": True})
+    k: jax.Array  # [N, K, P, D], int4 [N, K, P, D/2]
+    v: jax.Array  # the same, or [N, K, D, P] where there is one scale a token
+    k_scale: jax.Array | None = None  # bf16[N, K, P], of groups bf16[N, K, P, D/32]
+    v_scale: jax.Array | None = None
+    k_zero: jax.Array | None = None  # bf16[N, K, P, D/32] of groups
+    v_zero: jax.Array | None = None
+    names: tuple[str, str] | None = dataclasses.field(default=None, metadata={"static": True})
+    """Of the formats of keys and values, where the dtypes do not tell."""
 
     @property
-    def format(self) -> KVFormat:
-        return FORMATS[self.bits_of or self.k.dtype.name]
+    def k_format(self) -> KVFormat:
+        return FORMATS[self.names[0] if self.names else self.k.dtype.name]
 
-    def hold(self, x: jax.Array, dtype: str) -> jax.Array:
-        """Numbers, converted to the `dtype` that the format stores them in, as these arrays hold them."""
-        x = x.astype(dtype)
-        is_half = self.bits_of is not None and x.dtype.itemsize == 2
-        return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half else x
+    @property
+    def v_format(self) -> KVFormat:
+        return FORMATS[self.names[1] if self.names else self.v.dtype.name]
 
     @property
     def num_kv_heads(self) -> int:
@@ -48,50 +49,62 @@ class LayerKV:
 
     @property
     def head_dim(self) -> int:
-        return self.k.shape[3]
+        return self.k.shape[3] * (2 if self.k_format.is_grouped else 1)
+
+
+def held(x: jax.Array, pool: jax.Array) -> jax.Array:
+    """Stored numbers as this pool holds them: perhaps as their bits."""
+    return x if x.dtype == pool.dtype else jax.lax.bitcast_convert_type(x, pool.dtype)
 
 
 def empty_layer_kv(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str, *, as_bits: bool = False
 ) -> LayerKV:
-    """Blocks full of zeros; `num_blocks` counts the null block. `as_bits`: hold 16-bit floats as their bits."""
-    stored = FORMATS[kv_format]
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    """Blocks full of zeros; `num_blocks` counts the null block. `as_bits`: hold floats of 16 and 8 bits as their bits."""
+    pool = (num_blocks, num_kv_heads, block_size)
 
     def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array:
-        return jnp.zeros(shape, jnp.uint16 if as_bits and jnp.dtype(dtype).itemsize == 2 else dtype)
+        dtype = jnp.dtype(dtype)
+        is_short_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+        return jnp.zeros(shape, f"uint{8 * dtype.itemsize}" if as_bits and is_short_float else dtype)
 
-    bits_of = kv_format if as_bits and kv_format != "float32" else None
-    if not stored.is_quantized:
-        return LayerKV(zeros(shape, stored.dtype), zeros(shape, stored.dtype), bits_of=bits_of)
-    scales = [zeros(shape[:3], stored.scale_dtype) for _ in range(2)]
-    values = zeros((*shape[:2], head_dim, block_size), stored.dtype)
-    return LayerKV(zeros(shape, stored.dtype), values, *scales, bits_of=bits_of)
+    def side(stored: KVFormat, transposes: bool) -> Stored:
+        numbers, scales = stored.shapes(head_dim)
+        shape = (*pool[:2], *numbers, block_size) if transposes and stored.is_scaled else (*pool, *numbers)
+        scale = zeros((*pool, *scales), stored.scale_dtype) if stored.is_quantized else None
+        zero = zeros((*pool, *scales), stored.scale_dtype) if stored.is_grouped else None
+        return Stored(zeros(shape, stored.dtype), scale, zero)
+
+    k_format, v_format = formats_of(kv_format)
+    k, v = side(k_format, transposes=False), side(v_format, transposes=True)
+    layer = LayerKV(k.numbers, v.numbers, k.scale, v.scale, k.zero, v.zero, (k_format.name, v_format.name))
+    told = (layer.k.dtype.name, layer.v.dtype.name)
+    return dataclasses.replace(layer, names=None) if told == layer.names else layer
 
 
 def gather_blocks(kv: LayerKV, blocks: jax.Array) -> LayerKV:
-    """Blocks i32[...] as they are stored, as numbers: k, v [..., K, P, D] (quantised v [..., K, D, P]), scales
-    [..., K, P]."""
+    """Blocks i32[...] as numbers: k, v [..., K, P, D], v with one scale a token [..., K, D, P], such scales [..., K, P].
+    Groups come as real numbers, in float32, without scales."""
 
-    def gather(stored: jax.Array | None, dtype: str | None) -> jax.Array | None:
-        if stored is None:
+    def gather(pool: jax.Array | None, dtype: str | None) -> jax.Array | None:
+        if pool is None:
             return None
-        tokens = stored.at[blocks].get(mode="promise_in_bounds")
+        tokens = pool.at[blocks].get(mode="promise_in_bounds")
         return tokens if tokens.dtype == dtype else jax.lax.bitcast_convert_type(tokens, dtype)
 
-    numbers = kv.format
-    return LayerKV(
-        gather(kv.k, numbers.dtype),
-        gather(kv.v, numbers.dtype),
-        gather(kv.k_scale, numbers.scale_dtype),
-        gather(kv.v_scale, numbers.scale_dtype),
-    )
+    def side(numbers: jax.Array, scale: jax.Array | None, zero: jax.Array | None, kind: KVFormat) -> Stored:
+        stored = Stored(gather(numbers, kind.dtype), gather(scale, kind.scale_dtype), gather(zero, kind.scale_dtype))
+        return Stored(decode(stored, kind)) if kind.is_grouped else stored
+
+    k = side(kv.k, kv.k_scale, kv.k_zero, kv.k_format)
+    v = side(kv.v, kv.v_scale, kv.v_zero, kv.v_format)
+    return LayerKV(k.numbers, v.numbers, k.scale, v.scale)
 
 
 def gather_tokens(kv: LayerKV, blocks: jax.Array) -> LayerKV:
     """The tokens of blocks i32[..., B] one after the other: k, v [..., K, B*P, D], scales [..., K, B*P], as numbers."""
     stored = gather_blocks(kv, blocks)
-    if kv.format.is_quantized:
+    if kv.v_format.is_scaled:
         stored = dataclasses.replace(stored, v=stored.v.swapaxes(-1, -2))
 
     def side_by_side(tokens: jax.Array) -> jax.Array:

@@ -4,7 +4,17 @@ import dataclasses
 from typing import Literal
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
+
+
+def is_kv_cache_dtype(name: str) -> bool:
+    """One of KV_CACHE_DTYPES, or two for keys and values: "int8,int4"."""
+    names = name.split(",")
+    return name in KV_CACHE_DTYPES or (len(names) == 2 and all(one in KV_CACHE_DTYPES[1:] for one in names))
+
+
+def told_kv_cache_dtypes() -> str:
+    return f"{', '.join(KV_CACHE_DTYPES)}, or two of them for keys and values, as in int8,int4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Exact number of usable KV blocks, whatever the memory; the null block comes on top."""
     kv_cache_dtype: str = "auto"
-    """Stored KV format; auto is the weights' dtype."""
+    """Stored KV format, or two for keys and values (int8,int4); auto is the weights' dtype."""
     max_num_seqs: int | None = None
     """Most requests that decode together: 16 on CPU, 256 on GPU unless set."""
     max_num_batched_tokens: int | None = None

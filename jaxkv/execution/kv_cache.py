@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from jaxkv.core.model_config import ModelConfig
-from pallas_kernels.kv_format import FORMATS
+from pallas_kernels.kv_format import bytes_per_token
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
 
 
@@ -16,7 +16,7 @@ class KVCache:
 
 
 def empty_cache(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, as_bits: bool = False) -> KVCache:
-    """`num_blocks` counts the null block. `as_bits`: see LayerKV.bits_of."""
+    """`num_blocks` counts the null block. `as_bits`: see empty_layer_kv."""
 
     def layer() -> LayerKV:
         return empty_layer_kv(num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype, as_bits=as_bits)
@@ -26,4 +26,4 @@ def empty_cache(config: ModelConfig, *, num_blocks: int, block_size: int, dtype:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """Stored bytes of one token's keys and values in all layers, scales included."""
-    return config.num_layers * FORMATS[dtype].bytes_per_token(config.num_kv_heads, config.head_dim)
+    return config.num_layers * bytes_per_token(dtype, config.num_kv_heads, config.head_dim)

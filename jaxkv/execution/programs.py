@@ -64,7 +64,7 @@ class ProgramShapes:
       prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
       cascade_buckets: those of them that rows with shared prefixes can run in; none without limits.max_prefix_groups.
       num_top: logprob alternatives computed when a row asks.
-      cache_as_bits: for XLA:CPU, which converts pools of 16-bit floats whole (LayerKV.bits_of).
+      cache_as_bits: for XLA:CPU, which converts pools of 16-bit floats whole (see LayerKV).
     """
 
     model: ModelConfig

@@ -26,7 +26,7 @@ def block_copy(
     plt.check_addressing(kv)
     pools, structure = jax.tree.flatten(kv)
     # Places of a head stand [P, D], or transposed, or [P] where they are scales: a token's number changes every so many.
-    places_per_token = [kv.head_dim, 1 if kv.format.is_quantized else kv.head_dim, 1, 1]
+    places_per_token = [kv.head_dim, 1 if kv.v_format.is_scaled else kv.head_dim, 1, 1]
     flat = [jax.ShapeDtypeStruct((*x.shape[:2], x.size // (x.shape[0] * x.shape[1])), x.dtype) for x in pools]
     num_slices = max(pl.cdiv(x.shape[2] * x.dtype.itemsize, _SLICE_BYTES) for x in flat)
     copied = pl.pallas_call(

@@ -22,12 +22,8 @@ def block_copy(kv: LayerKV, src: jax.Array, dst: jax.Array, num_tokens: jax.Arra
             moved = jnp.where(token < num_tokens[copy], old[src[copy], *at], new[dst[copy], *at])
             return new.at[dst[copy], *at].set(moved)
 
-        return dataclasses.replace(
-            kv,
-            k=put(kv.k, old.k),
-            v=put(kv.v, old.v, transposed=old.format.is_quantized),
-            k_scale=put(kv.k_scale, old.k_scale),
-            v_scale=put(kv.v_scale, old.v_scale),
-        )
+        names = [field.name for field in dataclasses.fields(LayerKV) if field.name != "names"]
+        moved = {n: put(getattr(kv, n), getattr(old, n), n == "v" and old.v_format.is_scaled) for n in names}
+        return dataclasses.replace(kv, **moved)
 
     return jax.lax.fori_loop(0, src.shape[0] * old.block_size, copy_token, kv)

@@ -75,8 +75,9 @@ def random_pool(
     """Stored numbers and scales of any kind."""
 
     def fill(x: jax.Array) -> jax.Array:
-        if x.dtype == jnp.int8:
-            return jnp.asarray(rng.integers(-127, 128, x.shape, np.int8))
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            least = -127 if x.dtype == jnp.int8 else 0
+            return jnp.asarray(rng.integers(least, least + 255, x.shape), x.dtype)
         return jnp.asarray(rng.standard_normal(x.shape, np.float32), x.dtype)
 
     return jax.tree.map(fill, empty_layer_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_format))
@@ -85,34 +86,62 @@ def random_pool(
 def poisoned_pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str) -> LayerKV:
     """Numpy arrays that nobody should read."""
     pool = jax.tree.map(np.array, empty_layer_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_format))
-    if pool.format.is_quantized:
-        pool.k[:], pool.v[:], pool.k_scale[:], pool.v_scale[:] = 127, 127, np.inf, np.inf
-    else:
-        pool.k[:], pool.v[:] = np.nan, np.nan
+    for numbers, scale, zero in ((pool.k, pool.k_scale, pool.k_zero), (pool.v, pool.v_scale, pool.v_zero)):
+        numbers[:] = np.nan if scale is None else 127
+        if scale is not None:
+            scale[:] = np.inf
+        if zero is not None:
+            zero[:] = np.nan
     return pool
 
 
 def store_token(pool: LayerKV, block: int, offset: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Put f32[K, D] keys and values into a pool of numpy arrays; what can be read back, float32.
 
-    Written out in numpy, apart from kv_format: the scale is the smallest bfloat16 that is not below absmax / 127.
+    Written out in numpy, apart from kv_format.
     """
-    if not pool.format.is_quantized:
-        pool.k[block, :, offset], pool.v[block, :, offset] = k, v
-        return pool.k[block, :, offset].astype(np.float32), pool.v[block, :, offset].astype(np.float32)
     real = []
-    for x, stored, scales in (
-        (k, pool.k[block, :, offset], pool.k_scale),
-        (v, pool.v[block, :, :, offset], pool.v_scale),
-    ):
-        exact = np.abs(x).max(axis=-1) * np.float32(1 / 127)
-        scale = exact.astype(scales.dtype)
-        scale = np.where(scale < exact, np.nextafter(scale, scale.dtype.type(np.inf)), scale)
-        wide = scale.astype(np.float32)[:, None]
-        stored[:] = np.rint(x * (np.float32(1) / wide)).clip(-127, 127)
-        scales[block, :, offset] = scale
-        real.append(stored.astype(np.float32) * wide)
+    for side, x, kind in (("k", k, pool.k_format), ("v", v, pool.v_format)):
+        numbers, scales, zeros = (getattr(pool, f"{side}{name}") for name in ("", "_scale", "_zero"))
+        place = numbers[block, :, :, offset] if side == "v" and kind.is_scaled else numbers[block, :, offset]
+        if not kind.is_quantized:
+            place[:] = x
+            real.append(place.astype(np.float32))
+        elif kind.is_grouped:
+            groups = x.reshape(x.shape[0], scales.shape[-1], -1)
+            zero = groups.min(axis=-1).astype(zeros.dtype)
+            above = groups - zero.astype(np.float32)[..., None]
+            scale = _rounded_up(np.maximum(above.max(axis=-1), 0) * np.float32(1 / 15), scales.dtype)
+            codes = _divided(above, scale).clip(0, 15)
+            real.append(
+                (codes * scale.astype(np.float32)[..., None] + zero.astype(np.float32)[..., None]).reshape(x.shape)
+            )
+            codes = codes.reshape(x.shape).astype(np.uint8)
+            half = x.shape[-1] // 2
+            place[:] = codes[:, :half] + 16 * codes[:, half:]
+            scales[block, :, offset], zeros[block, :, offset] = scale, zero
+        else:
+            scale = _rounded_up(np.abs(x).max(axis=-1) * np.float32(1 / kind.largest), scales.dtype)
+            if kind.dtype == "int8":
+                place[:] = _divided(x, scale).clip(-127, 127)
+            else:
+                place[:] = x * (np.float32(1) / scale.astype(np.float32))[:, None]
+            scales[block, :, offset] = scale
+            real.append(place.astype(np.float32) * scale.astype(np.float32)[:, None])
     return real[0], real[1]
+
+
+def _rounded_up(exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The smallest bfloat16 that is not below."""
+    scale = exact.astype(dtype)
+    return np.where(scale < exact, np.nextafter(scale, scale.dtype.type(np.inf)), scale)
+
+
+def _divided(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Nearest integers of x in units of its scale, 0 where that is 0."""
+    wide = scale.astype(np.float32)[..., None]
+    with np.errstate(divide="ignore"):
+        return np.rint(x * np.where(wide > 0, np.float32(1) / wide, np.float32(0)))
 
 
 @dataclasses.dataclass(frozen=True)

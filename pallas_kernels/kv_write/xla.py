@@ -1,27 +1,26 @@
 """kv_write for any device: scatters of [K, D] rows."""
 
-import dataclasses
-
 import jax
 
-from pallas_kernels.kv_format import quantize
-from pallas_kernels.layer_kv import LayerKV
+from pallas_kernels.kv_format import KVFormat, Stored, encode
+from pallas_kernels.layer_kv import LayerKV, held
 
 
 def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
     block, offset = slots // kv.block_size, slots % kv.block_size
-    dtype, scale_dtype = kv.format.dtype, kv.format.scale_dtype
 
-    def put(stored: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
-        return stored.at[block, :, offset].set(kv.hold(tokens, dtype), mode="promise_in_bounds")
+    def put(pools: Stored, tokens: jax.Array, kind: KVFormat, *, transposed: bool) -> Stored:
+        def put_one(pool: jax.Array | None, new: jax.Array | None, *place) -> jax.Array | None:
+            return None if pool is None else pool.at[block, :, *place].set(held(new, pool), mode="promise_in_bounds")
 
-    if not kv.format.is_quantized:
-        return dataclasses.replace(kv, k=put(kv.k, k, dtype), v=put(kv.v, v, dtype))
-    (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
-    return dataclasses.replace(
-        kv,
-        k=put(kv.k, k, dtype),
-        v=kv.v.at[block, :, :, offset].set(v, mode="promise_in_bounds"),
-        k_scale=put(kv.k_scale, k_scale, scale_dtype),
-        v_scale=put(kv.v_scale, v_scale, scale_dtype),
-    )
+        new = encode(tokens, kind)
+        place = (slice(None), offset) if transposed else (offset,)
+        return Stored(
+            put_one(pools.numbers, new.numbers, *place),
+            put_one(pools.scale, new.scale, offset),
+            put_one(pools.zero, new.zero, offset),
+        )
+
+    k_new = put(Stored(kv.k, kv.k_scale, kv.k_zero), k, kv.k_format, transposed=False)
+    v_new = put(Stored(kv.v, kv.v_scale, kv.v_zero), v, kv.v_format, transposed=kv.v_format.is_scaled)
+    return LayerKV(k_new.numbers, v_new.numbers, k_new.scale, v_new.scale, k_new.zero, v_new.zero, names=kv.names)

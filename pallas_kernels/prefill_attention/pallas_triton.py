@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 def choose_tile(q: jax.Array, kv: LayerKV, num_seqs: int) -> Tile:
     """The largest tile whose registers do not spill; BUILD_NOTES.md has what was tried."""
-    is_wide, is_quantized = kv.head_dim > 128, kv.format.is_quantized
+    is_wide, is_quantized = kv.head_dim > 128, kv.k_format.is_quantized
     if q.dtype == jnp.float32:
         return Tile(16, 32, 8 if is_wide else 4, 2)
     if q.shape[0] * q.shape[1] <= 16 * num_seqs * kv.num_kv_heads:  # few tokens a sequence: nearly all is reading keys

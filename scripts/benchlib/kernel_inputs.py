@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchlib.roofline import CascadePoint, DecodePoint, Heads, PrefillPoint, WritePoint
-from pallas_kernels.kv_format import FORMATS
+from pallas_kernels.kv_format import bytes_per_token
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
 
 # Numbers in the piece that is repeated.
@@ -51,7 +51,7 @@ def random_pool(key: jax.Array, heads: Heads, num_blocks: int, block_size: int, 
 
 
 def pool_bytes(heads: Heads, num_tokens: int, kv_format: str) -> int:
-    return num_tokens * FORMATS[kv_format].bytes_per_token(heads.num_kv_heads, heads.head_dim)
+    return num_tokens * bytes_per_token(kv_format, heads.num_kv_heads, heads.head_dim)
 
 
 def decode_inputs(

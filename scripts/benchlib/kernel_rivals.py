@@ -42,7 +42,7 @@ def _jax_pallas(point: DecodePoint, calls: int, num_sets: int, block_size: int) 
     sets = []
     for seed in range(num_sets):
         q, kv, table, seq_lens = decode_inputs(point, block_size, seed)
-        k, v = (jnp.moveaxis(x, 1, 0) for x in (kv.k, kv.v.swapaxes(2, 3) if kv.format.is_quantized else kv.v))
+        k, v = (jnp.moveaxis(x, 1, 0) for x in (kv.k, kv.v.swapaxes(2, 3) if kv.v_format.is_scaled else kv.v))
         rest = [] if kv.k_scale is None else [jnp.moveaxis(x, 1, 0) for x in (kv.k_scale, kv.v_scale)]
         sets.append(([k, v, *rest], table, seq_lens))
     return Contender("jax pallas", chained(attend, q, sets, calls), calls)

@@ -19,7 +19,7 @@ from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.pallas_triton import loop_shape
-from pallas_kernels.kv_format import FORMATS
+from pallas_kernels.kv_format import bytes_per_token
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
 from pallas_kernels.prefill_attention import prefill_attention
@@ -91,7 +91,7 @@ def _decode(kv_format: str, head_dim: int, group: int, block_size: int = 64, *, 
     if merge:
         return KernelConfig("decode_attention_merge", call)
     tile, _, _ = loop_shape(jnp.dtype(kv_format), head_dim, group)
-    return KernelConfig("decode_attention", call, loop_kv_bytes=tile * FORMATS[kv_format].bytes_per_token(1, head_dim))
+    return KernelConfig("decode_attention", call, loop_kv_bytes=tile * bytes_per_token(kv_format, 1, head_dim))
 
 
 def _prefill(

@@ -29,7 +29,9 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 @functools.lru_cache
 def programs(dtype: str, kv_dtype: str) -> Programs:
-    made = make_programs(tiny_llama(), dtype=dtype, kv_dtype=kv_dtype, prefill_buckets=(64, 128, 256), max_num_batched_tokens=256)
+    made = make_programs(
+        tiny_llama(), dtype=dtype, kv_dtype=kv_dtype, prefill_buckets=(64, 128, 256), max_num_batched_tokens=256
+    )
     made.compile(SilentProgress())
     return made
 
@@ -62,7 +64,10 @@ def other(common: int) -> Request:
     return Request(f"other {common}", PROMPT[:common] + random_tokens(100, seed=22), ONE_TOKEN)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8"), ("float32", "int8,int4"), ("bfloat16", "fp8_e4m3")],
+)
 def test_bits_depend_on_nothing_but_the_tokens(dtype, kv_dtype):
     whole, found = cached_bits(dtype, 256, kv_dtype=kv_dtype)
     assert found == 0 and whole.any()

@@ -40,7 +40,7 @@ def test_cache_is_updated_in_place(kind, bucket):
     ],
 )
 def test_no_step_converts_the_pool(kind, bucket, dtype, kv_dtype):
-    """XLA:CPU would gather and scatter 16-bit floats as float32, all of them (LayerKV.bits_of): one layer's keys would be
+    """XLA:CPU would gather and scatter 16-bit floats as float32, all of them (see LayerKV): one layer's keys would be
     half of the pool, scales of int8 a 17th."""
     buckets = (bucket,) if kind == "decode" else (4,)
     memory, cache_bytes = analysis(kind, bucket, **SMALL, dtype=dtype, kv_dtype=kv_dtype, decode_buckets=buckets)

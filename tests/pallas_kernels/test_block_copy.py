@@ -30,10 +30,10 @@ class BlockCopyTest(chex.TestCase):
         before = jax.tree.map(np.asarray, inputs.kv)
         expected = jax.tree.map(np.copy, before)
         for src, dst, count in case.copies:
-            for name in ("k", "k_scale", "v_scale") + (() if before.format.is_quantized else ("v",)):
+            for name in ("k", "k_scale", "v_scale") + (() if before.v_format.is_scaled else ("v",)):
                 if (pool := getattr(before, name)) is not None:
                     getattr(expected, name)[dst, :, :count] = pool[src, :, :count]
-            if before.format.is_quantized:
+            if before.v_format.is_scaled:
                 expected.v[dst, ..., :count] = before.v[src, ..., :count]
         chex.assert_trees_all_equal(jax.tree.map(np.asarray, kv), expected)
 

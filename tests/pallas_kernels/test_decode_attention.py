@@ -13,8 +13,18 @@ from pallas_kernels.decode_attention.cases import DECODE_CASES, DecodeCase, Deco
 from tests.support import attention_oracle
 from tests.support.decode_calls import MUTANTS, assert_close, jitted, mutant_of, run
 
+# Formats that only XLA reads.
+XLA_CASES = (
+    DecodeCase(kv_format="int4"),
+    DecodeCase(block_size=8, num_heads=9, num_kv_heads=3, head_dim=80, kv_format="int4", window=17),
+    DecodeCase(block_size=64, head_dim=128, dtype="bfloat16", kv_format="fp8_e4m3", sinks=True),
+    DecodeCase(kv_format="fp8_e5m2", soft_cap=3.0),
+    DecodeCase(block_size=32, kv_format="int8,int4"),
+    DecodeCase(kv_format="float32,int8"),
+)
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+
+@pytest.mark.parametrize("case", DECODE_CASES + XLA_CASES, ids=str)
 def test_xla_equals_reference_and_sees_no_poison(case):
     inputs = decode_inputs(case)
     actual, expected = run(case, inputs), run(case, inputs, "reference")
@@ -25,7 +35,7 @@ def test_xla_equals_reference_and_sees_no_poison(case):
     assert (actual.lse[idle] == -np.inf).all() and np.isfinite(actual.lse[~idle]).all()
 
 
-@pytest.mark.parametrize("case", DECODE_CASES[::5], ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES[::5] + XLA_CASES, ids=str)
 def test_reference_equals_float64(case):
     inputs = decode_inputs(case)
     out, lse = attention_oracle.decode(inputs.q, inputs.rows.k, inputs.rows.v, case.options, inputs.sinks)

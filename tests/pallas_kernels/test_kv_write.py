@@ -19,18 +19,31 @@ LONG_CASES = (
     KVWriteCase(block_size=64, num_kv_heads=1, head_dim=80, dtype="bfloat16", kv_format="bfloat16", num_tokens=600),
     KVWriteCase(block_size=64, num_kv_heads=1, head_dim=80, dtype="bfloat16", kv_format="int8", num_tokens=600),
 )
+# What only XLA stores.
+XLA_CASES = (
+    KVWriteCase(kv_format="int4", dtype="bfloat16"),
+    KVWriteCase(kv_format="int4", num_kv_heads=1, head_dim=80, block_size=8),
+    KVWriteCase(kv_format="fp8_e4m3", num_kv_heads=3, block_size=32),
+    KVWriteCase(kv_format="fp8_e5m2", dtype="float16"),
+    KVWriteCase(kv_format="int8,int4", head_dim=128),
+    KVWriteCase(kv_format="bfloat16,fp8_e4m3"),
+)
 IMPLEMENTATIONS = ("xla", "reference", "pallas_triton_interpreted")
 
 
 class KVWriteTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    @parameterized.parameters(*KV_WRITE_CASES)
+    @parameterized.parameters(*KV_WRITE_CASES, *XLA_CASES)
     def test_xla(self, case: KVWriteCase):
         self.check(self.variant(kv_write), case)
 
     @parameterized.product(case=KV_WRITE_CASES + LONG_CASES, implementation=IMPLEMENTATIONS[1:])
     def test_other_implementations(self, case: KVWriteCase, implementation: str):
         self.check(jax.jit(functools.partial(kv_write, implementation=implementation)), case)
+
+    @parameterized.parameters(*XLA_CASES)
+    def test_reference(self, case: KVWriteCase):
+        self.check(jax.jit(functools.partial(kv_write, implementation="reference")), case)
 
     def check(self, write, case: KVWriteCase):
         """Writes named slots and nothing else."""

@@ -20,8 +20,11 @@ from tests.support import attention_oracle
 from tests.support.kv_mutants import exchanged
 from tests.support.prefill_calls import assert_close, cut, run
 
+# Formats that only XLA reads.
+XLA_CASES = tuple(PrefillCase(edge_chunks(16), kv_format=name) for name in ("int4", "fp8_e4m3", "int8,int4"))
 
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+
+@pytest.mark.parametrize("case", PREFILL_CASES + XLA_CASES, ids=str)
 def test_xla_equals_reference_and_sees_no_poison(case):
     inputs = prefill_inputs(case)
     actual, expected = run(case, inputs), run(case, inputs, "reference")
@@ -45,7 +48,7 @@ def test_long_and_short_chunks_in_tiles_of_their_own_size(chunks, num_kv_heads):
     assert_close(case, actual, run(case, inputs, "reference"))
 
 
-@pytest.mark.parametrize("case", PREFILL_CASES[::4], ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES[::4] + XLA_CASES, ids=str)
 def test_reference_equals_float64(case):
     inputs = prefill_inputs(case)
     out, lse = attention_oracle.prefill(
