@@ -125,9 +125,12 @@ def make_programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan, 
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
         cascade_buckets=cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
+        rotates_kv=config.kv_rotation == "hadamard",
         cache_as_bits=device.is_cpu and not config.attention_implementation.startswith("pallas_"),
     )
-    abstract = abstract_model(model, dtype=config.dtype, max_model_len=memory.max_model_len)
+    abstract = abstract_model(
+        model, dtype=config.dtype, max_model_len=memory.max_model_len, rotates_kv=shapes.rotates_kv
+    )
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
 
 

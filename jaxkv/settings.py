@@ -10,6 +10,7 @@ from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.device import Device
 from pallas_kernels import dispatch
+from pallas_kernels.kv_format import formats_of
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, device: Device) -
         config,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kv_rotation=_kv_rotation(config.kv_rotation, kv_cache_dtype),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs),
@@ -77,6 +79,13 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, device: Device) -
         cascade=resolve_cascade(config, model, implementation),
         compilation_cache_dir=_compilation_cache_dir(config),
     )
+
+
+def _kv_rotation(asked: str, kv_cache_dtype: str) -> str:
+    if asked != "auto":
+        return asked
+    keys, _ = formats_of(kv_cache_dtype)
+    return "hadamard" if keys.is_quantized else "none"
 
 
 def _attention_configuration(

@@ -28,6 +28,7 @@ from jaxkv.execution.memory import MemoryPlan, memory_fraction
 from jaxkv.execution.programs import WarmUp
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
+from jaxkv.models.kv_rotation import fold_into_weights
 from jaxkv.models.llama import Llama
 from jaxkv.program_plan import plan_programs
 from jaxkv.settings import check_settings, resolve_settings
@@ -151,7 +152,12 @@ def build_engine(
     # Reading files and compiling wait for different things: side by side they take two seconds less.
     loader = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        model = loader.submit(timed, "load", load, config.dtype)
+
+        def load_as_set(dtype: str) -> Llama:
+            model = load(dtype)
+            return fold_into_weights(model) if config.kv_rotation == "hadamard" else model
+
+        model = loader.submit(timed, "load", load_as_set, config.dtype)
         warm_up = WarmUp(0, 0, 0.0) if config.enforce_eager else timed("compile", programs.finish)
         weights = tuple(jax.tree.leaves(nnx.state(model.result())))
     finally:  # an interrupt does not wait for what nobody wants any more
@@ -199,7 +205,7 @@ def cascade_cost(config: EngineConfig, model: ModelConfig) -> CascadeCost | None
 
 
 def _scheduler_config(config: EngineConfig, model: ModelConfig, origin: str) -> SchedulerConfig:
-    fingerprint = f"{origin}|{model}|{config.dtype}|{config.kv_cache_dtype}"
+    fingerprint = f"{origin}|{model}|{config.dtype}|{config.kv_cache_dtype}|{config.kv_rotation}"
     return SchedulerConfig(
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,

@@ -64,6 +64,7 @@ class ProgramShapes:
       prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
       cascade_buckets: those of them that rows with shared prefixes can run in; none without limits.max_prefix_groups.
       num_top: logprob alternatives computed when a row asks.
+      rotates_kv: see models.kv_rotation.
       cache_as_bits: for XLA:CPU, which converts pools of 16-bit floats whole (see LayerKV).
     """
 
@@ -76,6 +77,7 @@ class ProgramShapes:
     num_top: int
     implementation: str
     cascade_buckets: tuple[int, ...] = ()
+    rotates_kv: bool = False
     cache_as_bits: bool = False
 
     @property
@@ -115,11 +117,11 @@ def bucket_for(buckets: tuple[int, ...], size: int) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
-def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int) -> Llama:
+def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int, rotates_kv: bool = False) -> Llama:
     """The model with shapes in place of weights."""
 
     def build() -> Llama:
-        return Llama(config, dtype=jnp.dtype(dtype), max_model_len=max_model_len)
+        return Llama(config, dtype=jnp.dtype(dtype), max_model_len=max_model_len, rotates_kv=rotates_kv)
 
     return nnx.eval_shape(build)
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.models import rope
+from jaxkv.models.kv_rotation import hadamard
 from jaxkv.models.layers import MLP, Embedding, Linear, RMSNorm, project
 from pallas_kernels.layer_kv import LayerKV
 
@@ -32,8 +33,9 @@ class PagedAttention(Protocol):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) that writes, then attends only through blocks."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None, rotates: bool = False):
         hidden, head_dim = config.hidden_size, config.head_dim
+        self.rotates = rotates
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.window = config.window_sizes[layer]
         bias = config.qkv_bias
@@ -50,7 +52,10 @@ class Attention(nnx.Module):
         k, v = (y(x).reshape(-1, self.num_kv_heads, self.head_dim) for y in (self.k_proj, self.v_proj))
         if hasattr(self, "k_norm"):
             k = self.k_norm(k)
-        return attention.write(kv, rope.rotate(k, cos, sin), v)
+        return attention.write(kv, self._rotated(rope.rotate(k, cos, sin)), v)
+
+    def _rotated(self, x: jax.Array) -> jax.Array:
+        return hadamard(x) if self.rotates else x
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, kv: LayerKV, attention: PagedAttention
@@ -59,14 +64,15 @@ class Attention(nnx.Module):
         q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
-        out = attention.attend(rope.rotate(q, cos, sin), kv, scale=self.head_dim**-0.5, window=self.window)
+        q = self._rotated(rope.rotate(q, cos, sin))
+        out = attention.attend(q, kv, scale=self.head_dim**-0.5, window=self.window)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None, rotates: bool = False):
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs, rotates=rotates)
         self.post_attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
@@ -97,12 +103,27 @@ class Llama(nnx.Module):
     each layer's weights every step on XLA:GPU and runs 6 to 10 times slower on XLA:CPU.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None = None, max_model_len: int | None = None):
-        """Random weights from `rngs`, or zeros. `max_model_len` matters to `dynamic` rope scaling only (see rope.inverse_frequencies)."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype,
+        rngs: nnx.Rngs | None = None,
+        max_model_len: int | None = None,
+        rotates_kv: bool = False,
+    ):
+        """Random weights from `rngs`, or zeros.
+
+        Args:
+          max_model_len: matters to `dynamic` rope scaling only (see rope.inverse_frequencies).
+          rotates_kv: the weights have been through `kv_rotation.fold_into_weights`; queries and keys are rotated too.
+        """
         self.config = config
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs, rotates=rotates_kv) for i in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
