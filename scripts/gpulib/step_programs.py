@@ -15,6 +15,7 @@ from jaxkv.capacity import shard
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig, RopeConfig
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
+from pallas_kernels.kv_format import formats_of
 
 _LLAMA = {
     "architecture": "LlamaForCausalLM",
@@ -111,8 +112,12 @@ def programs(model: ModelConfig, kv_format: str, implementation: str, *, num_blo
         decode_buckets=(BUCKETS["decode"],),
         num_top=20,
         implementation=implementation,
+        rotates_kv=formats_of(kv_format)[0].is_quantized,  # as kv_rotation=auto does
     )
-    return Programs(abstract_model(model, dtype="bfloat16", max_model_len=limits.max_model_len), shapes)
+    abstract = abstract_model(
+        model, dtype="bfloat16", max_model_len=limits.max_model_len, rotates_kv=shapes.rotates_kv
+    )
+    return Programs(abstract, shapes)
 
 
 def build_step(
