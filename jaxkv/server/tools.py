@@ -74,7 +74,7 @@ class ToolUse:
     Attributes:
       tools: as the client sent them, for the template.
       forced: names of the functions of which one must be called; empty where the model decides.
-      parallel: more than one call may come.
+      parallel: more than one call may come; never where one function was named, which is called once.
     """
 
     format: ToolFormat
@@ -93,9 +93,11 @@ class ToolUse:
         form, lines = self.format, []
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
         for i, name in enumerate(self.forced):
-            schema = {"type": "object"} if parameters[name] is None else parameters[name]
             begin = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
-            lines += [f'tool{i}: {begin} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
+            # Without parameters it takes none. Others may leave it to anyOf or $ref that they are an object.
+            schema = {**parameters[name], "type": "object"} if parameters[name] else None
+            arguments = '"{}"' if schema is None else f"%json {json.dumps(schema)}"
+            lines += [f'tool{i}: {begin} arguments{i} "}}"', f"arguments{i}: {arguments}"]
         lines.append("body: " + " | ".join(f"tool{i}" for i in range(len(self.forced))))
         opening, closing = form.literal(form.opening), form.literal(form.closing)
         if form.as_list:
