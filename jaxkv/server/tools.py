@@ -122,11 +122,7 @@ def checked_tools(
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
-    names = [_checked_name(tool) for tool in tools]
-    if len(set(names)) < len(names):
-        raise RequestError("tools has two functions of one name", param="tools")
+    names = checked_names(tools)
     if choice == "none":
         return None
     if format is None:
@@ -134,20 +130,40 @@ def checked_tools(
             'the chat template of this model takes no tools: set tool_choice to "none", or chat_template to one that does',
             param="tools",
         )
-    return ToolUse(format, tools, _forced(choice, names), parallel)
+    return ToolUse(format, tools, _forced(choice, names), parallel and not isinstance(choice, Mapping))
 
 
-def _checked_name(tool: Mapping[str, Any]) -> str:
+def checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the functions. Raises RequestError for what describes none."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
+    names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        raise RequestError("tools has two functions of one name", param="tools")
+    return names
+
+
+def _checked_name(tool: Mapping[str, Any], place: str) -> str:
     function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise RequestError('a tool must be {"type": "function", "function": {...}}', param="tools")
-    name, parameters = function.get("name"), function.get("parameters")
+    if tool.get("type") != "function":
+        raise RequestError(f'{place}.type must be "function"; no other tools are supported', param=f"{place}.type")
+    place = f"{place}.function"
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place} must be an object with a name", param=place)
+    name, description, parameters = (function.get(field) for field in ("name", "description", "parameters"))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"a function is named {str(name)[:80]!r}; a name has 1 to 64 letters, digits, _, . or -", param="tools"
+            f"{place}.name is {str(name)[:80]!r}; a name has 1 to 64 letters, digits, _, . or -", param=f"{place}.name"
         )
+    if not isinstance(description, str | None):
+        raise RequestError(f"{place}.description must be a string", param=f"{place}.description")
     if not isinstance(parameters, Mapping | None):
-        raise RequestError(f"the parameters of {name} must be a JSON Schema, an object", param="tools")
+        raise RequestError(f"{place}.parameters must be a JSON Schema, an object", param=f"{place}.parameters")
+    kinds = (parameters or {}).get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise RequestError(
+            f"{place}.parameters has the type {str(kinds)[:80]!r}; arguments are an object", param=f"{place}.parameters"
+        )
     return name
 
 
@@ -170,23 +186,40 @@ def _forced(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> tup
     return (function["name"],)
 
 
-def plain_calls(calls: Any) -> Any:
-    """tool_calls of an earlier message as templates want them: arguments as an object, not as its JSON text."""
+def plain_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """tool_calls of an earlier message as templates want them: arguments as an object, not as its JSON text.
+
+    Args:
+      place: where they stand in the request, for messages.
+    """
     if not isinstance(calls, list):
-        return calls
-    plain = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError) as error:
-                raise RequestError(
-                    f"the arguments of an earlier call of {function.get('name')!r} are not JSON", param="messages"
-                ) from error
-            call = {**call, "function": {**function, "arguments": arguments}}
-        plain.append(call)
-    return plain
+        raise RequestError(f"{place} must be a list of calls", param=place)
+    return [_plain_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+
+
+def _plain_call(call: Any, place: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise RequestError(f"{place} must be an object with id, type and function", param=place)
+    if not isinstance(call.get("id"), str):
+        raise RequestError(f"{place}.id must be a string", param=f"{place}.id")
+    if call.get("type") != "function":
+        raise RequestError(f'{place}.type must be "function"', param=f"{place}.type")
+    place, function = f"{place}.function", call.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place} must be an object with name and arguments", param=place)
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}.name must be a string", param=f"{place}.name")
+    place, arguments = f"{place}.arguments", function.get("arguments")
+    if not isinstance(arguments, str | Mapping):
+        raise RequestError(f"{place} must be a string of JSON", param=place)
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
+        else:
+            json.dumps(arguments, allow_nan=False)  # the body's decoder lets NaN pass
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{place} is not JSON: {str(error)[:100]}", param=place) from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ToolCallParser:
