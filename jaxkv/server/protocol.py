@@ -196,13 +196,17 @@ class GenerationRequest(BaseModel, abc.ABC):
 
     def names(self) -> Mapping[str, str]:
         """What this request calls fields of SamplingParams, where it has another name for them."""
-        return {} if self.response_format is None else {"structured_outputs": "response_format"}
+        if self.response_format is None:
+            return {}
+        return {
+            "structured_outputs.json": "response_format.json_schema.schema", "structured_outputs": "response_format"
+        }  # fmt: skip
 
     def in_its_words(self, error: RequestError) -> RequestError:
         """An error that names fields of SamplingParams, told with the names that the client knows."""
         message = str(error)
         for name, shown in self.names().items():
-            message = re.sub(rf"\b{name}\b", shown, message)
+            message = re.sub(rf"\b{re.escape(name)}\b", shown, message)
         return RequestError(message, param=self.names().get(error.param, error.param), status=error.status)
 
     def check(self, tools: ToolFormat | None = None) -> None:
@@ -438,8 +442,12 @@ class ChatCompletionRequest(GenerationRequest):
 
     def names(self) -> Mapping[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        forced = {"structured_outputs": "tools"} if self._tool_use is not None and self._tool_use.forced else {}
-        return {**super().names(), **forced, "logprobs": "top_logprobs", "max_tokens": limit}
+        return {**super().names(), "logprobs": "top_logprobs", "max_tokens": limit}
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        if error.param == "structured_outputs" and self._tool_use is not None and self._tool_use.forced:
+            error = self._tool_use.in_its_words(error)
+        return super().in_its_words(error)
 
     def check(self, tools: ToolFormat | None = None) -> None:
         super().check(tools)

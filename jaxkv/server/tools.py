@@ -110,6 +110,16 @@ class ToolUse:
             lines.append("start: body")
         return "\n".join(lines)
 
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """An error about `grammar`, which clients do not know of, told of the tools that it was made of."""
+        found = _LINE.search(str(error))
+        i = 0 if len(self.forced) == 1 else (int(found[1]) - 1) // 2 if found else len(self.forced)
+        place = "tools"
+        if i < len(self.forced):
+            place += f"[{self.names.index(self.forced[i])}].function.parameters"
+        message = re.sub(r"\bstructured_outputs(\.grammar)?\b", place, _LINE.sub("", str(error), count=1))
+        return RequestError(message, param=place, status=error.status)
+
 
 def checked_tools(
     tools: Sequence[Mapping[str, Any]] | None,
