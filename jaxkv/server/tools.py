@@ -32,7 +32,7 @@ class ToolFormat:
     Attributes:
       opening / closing: around a call; without an opening, only an output that starts with a call has any.
       arguments: the name of a call's arguments.
-      as_list: all calls are one JSON list behind one opening; or each has one, and its name between it and the arguments.
+      as_list: all calls are one JSON list behind one opening; or each has its own, then its name, then its arguments.
       control_ids: ids of opening and closing where these are control tokens, which texts leave out unless told.
     """
 
@@ -356,8 +356,8 @@ class ToolCallParser:
         return True
 
     def _behind_closing(self, place: int) -> tuple[int | None, bool]:
-        """Where a call ends whose value ends at `place`, and whether another value or the closing is still to come. None
-        when what follows is neither of them."""
+        """Where a call ends whose value ends at `place`, and whether more of this opening's is to come. None when what
+        follows is neither its closing nor another value."""
         held, closing = self._held, self._format.closing
         end = _SPACE.match(held, place).end()
         if self._in_list and held.startswith("]", end):
