@@ -22,6 +22,7 @@ from jaxkv.server.protocol import (
 from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
 from jaxkv.server.serving import Serving
 from jaxkv.server.streaming import EventStream, gathered
+from jaxkv.server.tools import checked_names
 
 _GENERATED: dict[int | str, dict[str, Any]] = {
     200: {
@@ -139,6 +140,7 @@ async def _tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
         generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         arguments = {"add_generation_prompt": generates, "continue_final_message": continues}
         if body.tools:
+            checked_names(body.tools)
             arguments["tools"] = body.tools
         prompt = await serving.chat_prompt(body.messages, arguments, bool(body.add_special_tokens))
     else:

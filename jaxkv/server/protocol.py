@@ -196,13 +196,17 @@ class GenerationRequest(BaseModel, abc.ABC):
 
     def names(self) -> Mapping[str, str]:
         """What this request calls fields of SamplingParams, where it has another name for them."""
-        return {} if self.response_format is None else {"structured_outputs": "response_format"}
+        if self.response_format is None:
+            return {}
+        return {
+            "structured_outputs.json": "response_format.json_schema.schema", "structured_outputs": "response_format"
+        }  # fmt: skip
 
     def in_its_words(self, error: RequestError) -> RequestError:
         """An error that names fields of SamplingParams, told with the names that the client knows."""
         message = str(error)
         for name, shown in self.names().items():
-            message = re.sub(rf"\b{name}\b", shown, message)
+            message = re.sub(rf"\b{re.escape(name)}\b", shown, message)
         return RequestError(message, param=self.names().get(error.param, error.param), status=error.status)
 
     def check(self, tools: ToolFormat | None = None) -> None:
@@ -348,27 +352,50 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: str
+    role: str = Field(json_schema_extra={"enum": list(_ROLES)})
     content: str | Objects | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """For the chat template: content as one text."""
-        message = {**(self.model_extra or {}), "role": self.role, "content": self._text()}
-        return message | ({"tool_calls": plain_calls(message["tool_calls"])} if message.get("tool_calls") else {})
+    def plain(self, place: str) -> dict[str, Any]:
+        """For the chat template: content as one text. Raises RequestError for what is no message of OpenAI's.
 
-    def _text(self) -> str:
+        Args:
+          place: where it stands in the request, for messages of errors.
+        """
+        self._check_role(place)
+        message = {**(self.model_extra or {}), "role": self.role, "content": self._text(place)}
+        if message.get("tool_calls") is not None:
+            message["tool_calls"] = plain_calls(message["tool_calls"], f"{place}.tool_calls")
+        return message
+
+    def _check_role(self, place: str) -> None:
+        if self.role not in _ROLES:
+            deprecated = ", which is deprecated and not supported" if self.role == "function" else ""
+            raise RequestError(
+                f"{place}.role is {self.role[:80]!r}{deprecated}; choose {', '.join(_ROLES)}", param=f"{place}.role"
+            )
+        if self.role == "tool" and not isinstance((self.model_extra or {}).get("tool_call_id"), str):
+            raise RequestError(
+                f"{place}.tool_call_id must be a string: which call this is the result of",
+                param=f"{place}.tool_call_id",
+            )
+
+    def _text(self, place: str) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
         texts = []
-        for part in self.content:
+        for i, part in enumerate(self.content):
             text = part.get("text")
             if part.get("type", "text") != "text" or not isinstance(text, str):
                 raise RequestError(
-                    f"a content part of type {part.get('type')!r} is not supported: only text parts with a text are",
-                    param="messages",
+                    f"{place}.content[{i}]: a content part of type {str(part.get('type'))[:80]!r} is not supported: "
+                    "only text parts with a text are",
+                    param=f"{place}.content",
                 )
             texts.append(text)
         return "\n".join(texts)
@@ -415,8 +442,12 @@ class ChatCompletionRequest(GenerationRequest):
 
     def names(self) -> Mapping[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        forced = {"structured_outputs": "tools"} if self._tool_use is not None and self._tool_use.forced else {}
-        return {**super().names(), **forced, "logprobs": "top_logprobs", "max_tokens": limit}
+        return {**super().names(), "logprobs": "top_logprobs", "max_tokens": limit}
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        if error.param == "structured_outputs" and self._tool_use is not None and self._tool_use.forced:
+            error = self._tool_use.in_its_words(error)
+        return super().in_its_words(error)
 
     def check(self, tools: ToolFormat | None = None) -> None:
         super().check(tools)

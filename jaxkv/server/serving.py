@@ -110,7 +110,8 @@ class Serving:
         """Renders and encodes off the event loop: how long a template takes is its own affair."""
 
         def run() -> Prompt:
-            text = self.tokenizer.apply_chat_template([message.plain() for message in messages], **arguments)
+            plain = [message.plain(f"messages[{i}]") for i, message in enumerate(messages)]
+            text = self.tokenizer.apply_chat_template(plain, **arguments)
             self.check_length(text)
             return Prompt(text, tuple(self.tokenizer.encode(text, add_special_tokens)))
 

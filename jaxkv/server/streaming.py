@@ -3,14 +3,15 @@ ends its request."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 
 import orjson
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxkv.async_engine import RequestStream
+from jaxkv.async_engine import RequestStream, TokenDelta
+from jaxkv.core.errors import RequestError
 from jaxkv.server.errors import exception_body, json_response
 from jaxkv.server.responses import Responses
 
@@ -25,7 +26,7 @@ async def gathered(http: Request, stream: RequestStream, responses: Responses) -
     """Waits for all tokens. When the client disconnects first, the request is aborted and the answer goes nowhere."""
 
     async def gather() -> None:
-        while deltas := await stream.take():
+        while deltas := await _taken(stream, responses):
             for delta in deltas:
                 responses.add(delta)
 
@@ -81,10 +82,17 @@ async def _while_connected(receive: Receive, stream: RequestStream, work: Corout
                 await task
 
 
+async def _taken(stream: RequestStream, responses: Responses) -> Sequence[TokenDelta]:
+    try:
+        return await stream.take()
+    except RequestError as error:  # of a constraint that cannot go on
+        raise responses.body.in_its_words(error) from error
+
+
 async def _events(stream: RequestStream, responses: Responses) -> AsyncIterator[bytes]:
     """Events that go out together."""
     try:
-        while deltas := await stream.take():
+        while deltas := await _taken(stream, responses):
             yield b"".join([_event(chunk) for delta in deltas for chunk in responses.chunks(delta)])
         if responses.body.include_usage:
             yield _event(responses.usage_chunk())

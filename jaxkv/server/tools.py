@@ -12,7 +12,17 @@ from jaxkv.tokenization.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_BETWEEN_CALLS = re.compile(r"[\s;,]*")
+_SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[\s;,]*")
+# Between a call's opening and its first brace; Mistral's newer models write a name there, and only arguments behind.
+_HEAD = re.compile(r"\s*(?P<list>\[\s*)?")
+_NAMED_HEAD = re.compile(_HEAD.pattern + rf"|\s*(?P<name>{_NAME.pattern})\s*(\[CALL_ID\]\w*)?(\[ARGS\]\s*)?", re.ASCII)
+# What such a head may begin with, and how long it may be: anything else need not be held back.
+_HEAD_SO_FAR, _NAMED_HEAD_SO_FAR, _LONGEST_HEAD = re.compile(r"[\s\[]*"), re.compile(r"[\s\w.\-\[\]]*"), 200
+# Runs of what JSON can have outside of strings, braces and brackets, and in strings.
+_JSON_OUTSIDE, _JSON_IN_STRING = re.compile(r"[ \t\r\n\d+\-.,:eEtrufalsn]*", re.ASCII), re.compile(r'[^"\\\x00-\x1f]*')
+# Where llguidance finds a mistake in a grammar: each function has two lines in ours.
+_LINE = re.compile(r"at (\d+)\(\d+\): ")
+_JSON_BETWEEN = re.compile(r"[ \t\r\n,:]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +30,9 @@ class ToolFormat:
     """How a family of models writes calls.
 
     Attributes:
-      opening / closing: around a call; without an opening, an output that starts with a brace is a call. Without a closing
-        a call lasts to the output's end.
+      opening / closing: around a call; without an opening, only an output that starts with a call has any.
       arguments: the name of a call's arguments.
-      as_list: all calls are one JSON list behind one opening.
+      as_list: all calls are one JSON list behind one opening; or each has its own, then its name, then its arguments.
       control_ids: ids of opening and closing where these are control tokens, which texts leave out unless told.
     """
 
@@ -65,13 +74,17 @@ class ToolUse:
     Attributes:
       tools: as the client sent them, for the template.
       forced: names of the functions of which one must be called; empty where the model decides.
-      parallel: more than one call may come.
+      parallel: more than one call may come; never where one function was named, which is called once.
     """
 
     format: ToolFormat
     tools: Sequence[Mapping[str, Any]]
     forced: tuple[str, ...]
     parallel: bool
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
 
     def grammar(self) -> str | None:
         """Lark's notation for calls of the forced functions in the model's own form; None where none is forced."""
@@ -80,9 +93,11 @@ class ToolUse:
         form, lines = self.format, []
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
         for i, name in enumerate(self.forced):
-            schema = {"type": "object"} if parameters[name] is None else parameters[name]
             begin = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
-            lines += [f'tool{i}: {begin} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
+            # Without parameters it takes none. Others may leave it to anyOf or $ref that they are an object.
+            schema = {**parameters[name], "type": "object"} if parameters[name] else None
+            arguments = '"{}"' if schema is None else f"%json {json.dumps(schema)}"
+            lines += [f'tool{i}: {begin} arguments{i} "}}"', f"arguments{i}: {arguments}"]
         lines.append("body: " + " | ".join(f"tool{i}" for i in range(len(self.forced))))
         opening, closing = form.literal(form.opening), form.literal(form.closing)
         if form.as_list:
@@ -94,6 +109,16 @@ class ToolUse:
         else:
             lines.append("start: body")
         return "\n".join(lines)
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """An error about `grammar`, which clients do not know of, told of the tools that it was made of."""
+        found = _LINE.search(str(error))
+        i = 0 if len(self.forced) == 1 else (int(found[1]) - 1) // 2 if found else len(self.forced)
+        place = "tools"
+        if i < len(self.forced):
+            place += f"[{self.names.index(self.forced[i])}].function.parameters"
+        message = re.sub(r"\bstructured_outputs(\.grammar)?\b", place, _LINE.sub("", str(error), count=1))
+        return RequestError(message, param=place, status=error.status)
 
 
 def checked_tools(
@@ -107,11 +132,7 @@ def checked_tools(
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
-    names = [_checked_name(tool) for tool in tools]
-    if len(set(names)) < len(names):
-        raise RequestError("tools has two functions of one name", param="tools")
+    names = checked_names(tools)
     if choice == "none":
         return None
     if format is None:
@@ -119,20 +140,40 @@ def checked_tools(
             'the chat template of this model takes no tools: set tool_choice to "none", or chat_template to one that does',
             param="tools",
         )
-    return ToolUse(format, tools, _forced(choice, names), parallel)
+    return ToolUse(format, tools, _forced(choice, names), parallel and not isinstance(choice, Mapping))
 
 
-def _checked_name(tool: Mapping[str, Any]) -> str:
+def checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the functions. Raises RequestError for what describes none."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools")
+    names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        raise RequestError("tools has two functions of one name", param="tools")
+    return names
+
+
+def _checked_name(tool: Mapping[str, Any], place: str) -> str:
     function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise RequestError('a tool must be {"type": "function", "function": {...}}', param="tools")
-    name, parameters = function.get("name"), function.get("parameters")
+    if tool.get("type") != "function":
+        raise RequestError(f'{place}.type must be "function"; no other tools are supported', param=f"{place}.type")
+    place = f"{place}.function"
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place} must be an object with a name", param=place)
+    name, description, parameters = (function.get(field) for field in ("name", "description", "parameters"))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"a function is named {str(name)[:80]!r}; a name has 1 to 64 letters, digits, _, . or -", param="tools"
+            f"{place}.name is {str(name)[:80]!r}; a name has 1 to 64 letters, digits, _, . or -", param=f"{place}.name"
         )
+    if not isinstance(description, str | None):
+        raise RequestError(f"{place}.description must be a string", param=f"{place}.description")
     if not isinstance(parameters, Mapping | None):
-        raise RequestError(f"the parameters of {name} must be a JSON Schema, an object", param="tools")
+        raise RequestError(f"{place}.parameters must be a JSON Schema, an object", param=f"{place}.parameters")
+    kinds = (parameters or {}).get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise RequestError(
+            f"{place}.parameters has the type {str(kinds)[:80]!r}; arguments are an object", param=f"{place}.parameters"
+        )
     return name
 
 
@@ -155,30 +196,47 @@ def _forced(choice: str | Mapping[str, Any] | None, names: Sequence[str]) -> tup
     return (function["name"],)
 
 
-def plain_calls(calls: Any) -> Any:
-    """tool_calls of an earlier message as templates want them: arguments as an object, not as its JSON text."""
+def plain_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """tool_calls of an earlier message as templates want them: arguments as an object, not as its JSON text.
+
+    Args:
+      place: where they stand in the request, for messages.
+    """
     if not isinstance(calls, list):
-        return calls
-    plain = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError) as error:
-                raise RequestError(
-                    f"the arguments of an earlier call of {function.get('name')!r} are not JSON", param="messages"
-                ) from error
-            call = {**call, "function": {**function, "arguments": arguments}}
-        plain.append(call)
-    return plain
+        raise RequestError(f"{place} must be a list of calls", param=place)
+    return [_plain_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+
+
+def _plain_call(call: Any, place: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise RequestError(f"{place} must be an object with id, type and function", param=place)
+    if not isinstance(call.get("id"), str):
+        raise RequestError(f"{place}.id must be a string", param=f"{place}.id")
+    if call.get("type") != "function":
+        raise RequestError(f'{place}.type must be "function"', param=f"{place}.type")
+    place, function = f"{place}.function", call.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place} must be an object with name and arguments", param=place)
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}.name must be a string", param=f"{place}.name")
+    place, arguments = f"{place}.arguments", function.get("arguments")
+    if not isinstance(arguments, str | Mapping):
+        raise RequestError(f"{place} must be a string of JSON", param=place)
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
+        else:
+            json.dumps(arguments, allow_nan=False)  # the body's decoder lets NaN pass
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{place} is not JSON: {str(error)[:100]}", param=place) from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ToolCallParser:
     """Takes the output's text as it comes apart: what is said to the user, and calls.
 
-    What may begin a call is held back until it is decided; what turns out to be none is given back as text. Each call is
-    given whole.
+    What may begin a call is held back until it is decided; what turns out to be none is given back as text. Each call
+    is given whole. No decision hangs on how the text was cut.
 
     Attributes:
       num_calls: found so far.
@@ -186,90 +244,201 @@ class ToolCallParser:
 
     def __init__(self, use: ToolUse):
         self._format, self._parallel = use.format, use.parallel
+        # Where nothing marks a call, any JSON object with a name and parameters would be one.
+        self._names = None if use.format.opening else frozenset(use.names)
+        self._said: list[str] = []
+        self._found: list[dict[str, Any]] = []
         self._held = ""
-        self._in_call = False
-        self._has_begun = False  # any text but white space
+        """Not decided on: a call begins with its opening, or with what separates it from the one before."""
+        self._gap: str | None = None
+        """White space behind a call, which is said when text follows and not when a call does; None behind text."""
+        self._takes_more = not use.format.opening
+        """The next value, if one begins here, is a call without an opening of its own."""
+        self._opened = self._in_list = False
+        self._value: _JsonObject | None = None
+        self._name: str | None = None
+        """Of the call in work, where it stands in front of the arguments."""
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Text for the user, and calls as OpenAI's objects."""
-        self._held += text
-        said, calls = "", []
-        while self._step(more := [], found := []):
-            said, calls = said + "".join(more), calls + found
-        return said + "".join(more), calls + found
+        return self._work(text, ended=False)
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """What is still held back."""
-        held, self._held = self._held, ""
-        calls = self._calls(held) if self._in_call else None
-        if calls is None:
-            return ("" if self._is_between_calls(held) else held), []
-        return "", calls
+        return self._work("", ended=True)
 
-    def _step(self, said: list[str], found: list[dict[str, Any]]) -> bool:
-        """Decide on the beginning of what is held; False when more text is needed for that."""
-        form = self._format
-        if self._in_call:
-            end = self._held.find(form.closing) if form.closing else -1
-            if end < 0:
-                return False
-            end += len(form.closing)
-            call, self._held, self._in_call = self._held[:end], self._held[end:], False
-            calls = self._calls(call)
-            if calls is None:
-                said.append(call)
-            else:
-                found += calls
-            return True
-        if not form.opening:
-            begun = self._held.lstrip()
-            if not self._has_begun and not begun:
-                return False
-            self._in_call, self._has_begun = not self._has_begun and begun[0] == "{", True
-            if not self._in_call:
-                said.append(self._held)
-                self._held = ""
+    def _work(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        self._held += text
+        while self._step(ended):
+            pass
+        said, found = "".join(self._said), self._found
+        self._said, self._found = [], []
+        return said, found
+
+    def _step(self, ended: bool) -> bool:
+        """Decide on the beginning of what is held; False when more text is needed for that, or none is left."""
+        if self._value is not None:
+            return self._step_in_value(ended)
+        if self._opened:
+            return self._step_in_head(ended)
+        if self._takes_more:
+            return self._step_between_values(ended)
+        return self._step_in_text(ended)
+
+    def _step_in_text(self, ended: bool) -> bool:
+        opening = self._format.opening
+        if not opening:
+            self._say(len(self._held))
             return False
-        start = self._held.find(form.opening)
+        start = self._held.find(opening)
         if start < 0:
-            certain = len(self._held) - _beginning_at_the_end(self._held, form.opening)
-            if not self._is_between_calls(self._held[:certain]):
-                said.append(self._held[:certain])
-                self._held = self._held[certain:]
+            self._say(len(self._held) - (0 if ended else _beginning_at_the_end(self._held, opening)))
             return False
-        if not self._is_between_calls(self._held[:start]):
-            said.append(self._held[:start])
-        self._held, self._in_call = self._held[start:], True
+        self._say(start)
+        self._opened = True
         return True
 
-    def _is_between_calls(self, text: str) -> bool:
-        return self.num_calls > 0 and not text.strip()
+    def _step_in_head(self, ended: bool) -> bool:
+        """Behind an opening, in front of a brace."""
+        named = self._format.as_list
+        begin = len(self._format.opening)
+        brace = self._held.find("{", begin, begin + _LONGEST_HEAD + 1)
+        if brace < 0:
+            so_far = _NAMED_HEAD_SO_FAR if named else _HEAD_SO_FAR
+            if not ended and len(self._held) - begin <= _LONGEST_HEAD and so_far.fullmatch(self._held, begin):
+                return False
+            return self._is_no_call()
+        head = (_NAMED_HEAD if named else _HEAD).fullmatch(self._held, begin, brace)
+        if head is None:
+            return self._is_no_call()
+        self._in_list = head["list"] is not None
+        self._name = head["name"] if named else None
+        self._value = _JsonObject(brace)
+        return True
 
-    def _calls(self, text: str) -> list[dict[str, Any]] | None:
-        """The calls in a text; None when it holds something else."""
-        body = text.removeprefix(self._format.opening).strip().removesuffix(self._format.closing).strip()
+    def _step_between_values(self, ended: bool) -> bool:
+        """Where another call may stand without an opening of its own."""
+        place = (_SPACE if self._gap is None else _SEPARATORS).match(self._held).end()
+        if place == len(self._held) and not ended:
+            return False
+        if self._held.startswith("{", place):
+            self._name, self._value = None, _JsonObject(place)
+            return True
+        if self._gap is not None and (place == len(self._held) or self._in_list and self._held[place] == "]"):
+            self._held = self._held[place + 1 :]
+        self._takes_more = self._in_list = False
+        return True
+
+    def _step_in_value(self, ended: bool) -> bool:
+        value = self._value
+        if value.end is None and not value.goes_on(self._held):
+            return self._is_no_call()
+        if value.end is None:
+            return ended and self._is_no_call()
+        if value.call is None:
+            value.call = self._call(self._held[value.start : value.end])
+            if value.call is None:
+                return self._is_no_call()
+        end, takes_more = value.end, self._name is None
+        if self._format.closing:
+            end, takes_more = self._behind_closing(value.end)
+            if end is None:
+                return self._is_no_call()
+            if end == len(self._held) and takes_more and not ended:
+                return False
+        self._held, self._gap = self._held[end:], ""
+        self._value, self._opened, self._takes_more = None, False, takes_more
+        self._in_list &= takes_more
+        if self._parallel or self.num_calls == 0:
+            self._found.append(value.call | {"index": self.num_calls})
+            self.num_calls += 1
+        return True
+
+    def _behind_closing(self, place: int) -> tuple[int | None, bool]:
+        """Where a call ends whose value ends at `place`, and whether more of this opening's is to come. None when what
+        follows is neither its closing nor another value."""
+        held, closing = self._held, self._format.closing
+        end = _SPACE.match(held, place).end()
+        if self._in_list and held.startswith("]", end):
+            end = _SPACE.match(held, end + 1).end()
+        if held.startswith(closing, end):
+            return end + len(closing), False
+        if closing.startswith(held[end:]):
+            return len(held), True
+        end = _SEPARATORS.match(held, place).end()
+        if end == len(held):
+            return end, True
+        return (place, True) if held[end] == "{" else (None, False)
+
+    def _is_no_call(self) -> bool:
+        """What is held does not begin with a call: its opening is said, and what comes behind is looked at as text."""
+        length = len(self._format.opening) if self._opened else self._value.start + 1
+        self._value, self._opened, self._takes_more, self._in_list = None, False, False, False
+        self._say(length)
+        return True
+
+    def _say(self, length: int) -> None:
+        text, self._held = self._held[:length], self._held[length:]
+        if self._gap is not None and not text.strip():
+            self._gap += text
+        else:
+            self._said.append((self._gap or "") + text)
+            self._gap = None
+
+    def _call(self, text: str) -> dict[str, Any] | None:
+        """A call out of its JSON; None when it is something else."""
         try:
-            values = json.loads(body) if body.startswith("[") else _json_values(body)
+            members = _members(text)
         except (ValueError, RecursionError):
             return None
-        calls = [self._call(value) for value in values]
-        if not calls or None in calls:
+        name, arguments = self._name, text
+        if name is None:
+            absent = None, ""
+            name, _ = members.get("name", absent)
+            value, arguments = members.get("arguments") or members.get("parameters", absent)
+            if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(value, dict):
+                return None
+        if self._names is not None and name not in self._names:
             return None
-        calls = calls if self._parallel else calls[: max(0, 1 - self.num_calls)]
-        for call in calls:
-            call["index"] = self.num_calls
-            self.num_calls += 1
-        return calls
-
-    @staticmethod
-    def _call(value: Any) -> dict[str, Any] | None:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        function = {"name": value["name"], "arguments": text}
+        function = {"name": name, "arguments": arguments}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+class _JsonObject:
+    """Finds where a JSON object ends, in a text that grows; each character is looked at once.
+
+    Attributes:
+      start / end: in the text; the end is None until it is found. call: what it was found to say.
+    """
+
+    def __init__(self, start: int):
+        self.start, self.end = start, None
+        self.call: dict[str, Any] | None = None
+        self._place, self._depth, self._in_string = start, 0, False
+
+    def goes_on(self, text: str) -> bool:
+        """False for what is no JSON; what passes need not be any either, as only strings and brackets are looked at."""
+        while self.end is None:
+            run = _JSON_IN_STRING if self._in_string else _JSON_OUTSIDE
+            self._place = run.match(text, self._place).end()
+            if self._place == len(text):
+                return True
+            sign = text[self._place]
+            if self._in_string and sign == "\\":
+                if self._place + 1 == len(text):
+                    return True
+                self._place += 2
+                continue
+            self._place += 1
+            if sign == '"':
+                self._in_string = not self._in_string
+            elif self._in_string or sign not in "{}[]":
+                return False
+            else:
+                self._depth += 1 if sign in "{[" else -1
+                self.end = self._place if self._depth == 0 else None
+        return True
 
 
 def _beginning_at_the_end(text: str, wanted: str) -> int:
@@ -278,11 +447,25 @@ def _beginning_at_the_end(text: str, wanted: str) -> int:
     return next((n for n in range(longest, 0, -1) if wanted.startswith(text[-n:])), 0)
 
 
-def _json_values(text: str) -> list[Any]:
-    """JSON values one after the other. Raises ValueError."""
-    values, place = [], 0
-    while place < len(text):
-        value, place = json.JSONDecoder().raw_decode(text, place)
-        values.append(value)
-        place = _BETWEEN_CALLS.match(text, place).end()
-    return values
+def _refuse_constant(name: str) -> Any:
+    """For the JSON decoder, which takes what JavaScript has and JSON has not."""
+    raise ValueError(f"{name} is not JSON")
+
+
+# Of numbers only the text is used: as floats they may have any length.
+_DECODER = json.JSONDecoder(parse_int=float, parse_constant=_refuse_constant)
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """The members of a JSON object, each value with its own text. Raises ValueError."""
+    if not isinstance(_DECODER.decode(text), dict):
+        raise ValueError("no object")
+    members = {}
+    place = _JSON_BETWEEN.match(text, 1).end()
+    while text[place] == '"':
+        key, place = _DECODER.raw_decode(text, place)
+        place = _JSON_BETWEEN.match(text, place).end()
+        value, end = _DECODER.raw_decode(text, place)
+        members[key] = value, text[place:end]
+        place = _JSON_BETWEEN.match(text, end).end()
+    return members

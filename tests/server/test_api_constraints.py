@@ -59,7 +59,7 @@ def test_all_prompts_of_a_body_have_one_grammar(server):
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
-         "response_format", "response_format.json cannot be compiled"),
+         "response_format", "response_format.json_schema.schema cannot be compiled"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "sets regex, choice"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "structured_outputs.regex cannot be compiled"),

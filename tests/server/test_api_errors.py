@@ -123,9 +123,9 @@ def test_completion_requests_at_fault(server, body, param, text):
         ({"messages": "hi"}, "messages", "list"),
         ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "a string, a list of parts"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "prompt", "Unicode"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "a tool must be"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "logprobs"),
         (
