@@ -7,17 +7,23 @@ arXiv 2404.00456). Queries and keys are rotated after RoPE, on the fly; for valu
 Where head_dim is no power of two, blocks of the largest power of two that divides it are rotated.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """[..., D] times a symmetric orthogonal matrix of +-1/sqrt(n), which is its own inverse.
-
-    By additions in float32, so that a token's result does not depend on how many there are, as a matmul's may.
-    """
+    """[..., D] times a symmetric orthogonal matrix of +-1/sqrt(n), which is its own inverse; computed in float32."""
     size = x.shape[-1] & -x.shape[-1]
+    return jax.lax.platform_dependent(
+        x, cpu=functools.partial(_by_additions, size=size), default=functools.partial(_by_product, size=size)
+    )
+
+
+def _by_additions(x: jax.Array, size: int) -> jax.Array:
+    """A token's result does not depend on how many there are, as a matmul's does on XLA:CPU."""
     y = x.astype(jnp.float32)
     half = 1
     while half < size:
@@ -25,6 +31,15 @@ def hadamard(x: jax.Array) -> jax.Array:
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = jnp.stack([low + high, low - high], axis=-2)
         half *= 2
+    return (y.reshape(x.shape) * size**-0.5).astype(x.dtype)
+
+
+def _by_product(x: jax.Array, size: int) -> jax.Array:
+    """XLA makes five kernels a layer of the additions, in prefill twelve, and one of each product."""
+    signs = 1 - 2 * (jax.lax.population_count(jnp.arange(size)[:, None] & jnp.arange(size)) & 1)
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    precision = "highest" if x.dtype == jnp.float32 else None
+    y = jnp.matmul(blocks, signs.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
     return (y.reshape(x.shape) * size**-0.5).astype(x.dtype)
 
 

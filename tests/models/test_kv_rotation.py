@@ -8,7 +8,7 @@ import scipy.linalg
 from flax import nnx
 
 from jaxkv.core.model_config import ModelConfig
-from jaxkv.models.kv_rotation import fold_into_weights, hadamard
+from jaxkv.models.kv_rotation import _by_product, fold_into_weights, hadamard
 from jaxkv.models.llama import Llama
 from tests.support.paged_forward import paged_logits
 from tests.support.tiny_models import model_of, parse, random_tensors, random_tokens, tiny_config
@@ -26,6 +26,7 @@ def test_it_is_a_hadamard_matrix_of_blocks(head_dim, size):
     block = scipy.linalg.hadamard(size) / np.sqrt(size)
     assert np.allclose(matrix, np.kron(np.eye(head_dim // size), block), atol=1e-6)
     assert np.allclose(matrix @ matrix, np.eye(head_dim), atol=1e-5)
+    assert np.allclose(_by_product(jnp.eye(head_dim), size), matrix, atol=1e-6)
 
 
 def test_a_row_does_not_depend_on_its_company():
