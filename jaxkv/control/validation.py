@@ -199,14 +199,18 @@ def _checked_bias(
     return pairs
 
 
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"prompt has token id {wrong}; ids of this model are 0 to {vocab_size - 1}", param="prompt")
+
+
 def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, max_tokens: int | None) -> int:
     """Refuses a prompt that is empty, has ids out of range or is too long; returns the most tokens that may follow."""
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise RequestError(f"prompt has token id {wrong}; ids of this model are 0 to {vocab_size - 1}", param="prompt")
+    check_token_ids(token_ids, vocab_size)
     room = max_model_len - len(token_ids)
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     if room < 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkv.async_engine import AsyncEngine, RequestStream
 from jaxkv.constraints.compiler import ConstraintCompiler
-from jaxkv.control.validation import checked_sampling
+from jaxkv.control.validation import check_token_ids, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request
 from jaxkv.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
@@ -101,6 +101,7 @@ class Serving:
             if isinstance(prompt, str):
                 prompts.append(await self.encode(prompt, add_special_tokens))
             else:
+                check_token_ids(prompt, self.vocab_size)  # before an echo of them is decoded
                 prompts.append(Prompt(None, tuple(prompt)))
         return prompts
 

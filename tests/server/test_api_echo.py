@@ -73,6 +73,14 @@ def test_loglikelihood_requests(server, stream, max_tokens):
     assert [request.sampling.max_tokens for request in sent] == [max(1, max_tokens)] * 3
 
 
+@pytest.mark.parametrize("token_id", [-1, 10**6, 2**40])
+def test_an_echo_of_what_is_no_token_is_refused(server, token_id):
+    response = server.post("/v1/completions", prompt=[5, token_id], echo=True)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "prompt" and f"token id {token_id}" in error["message"]
+
+
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_max_tokens_0_shows_no_token(server, logprobs):
     body = server.post("/v1/completions", prompt="One two", echo=True, max_tokens=0, logprobs=logprobs).json()
