@@ -1,0 +1,177 @@
+"""What a KV format costs: next-token distributions on known tokens, against those of another format.
+
+Every variant runs the project's own forward pass: keys and values are written into blocks as the format stores them, and
+attention sees nothing but the blocks. The tokens are given (teacher forcing), so that the variants stay comparable
+position by position, where generated texts part at the first difference.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.execution.batch import PrefillAttention, slots_of
+from jaxkv.execution.kv_cache import KVCache, empty_cache
+from jaxkv.models.llama import Llama
+
+_BLOCK_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class KVVariant:
+    """One way to run the model: its weights, which a variant may transform, and how the cache stores keys and values."""
+
+    name: str
+    model: Llama
+    kv_cache_dtype: str
+
+
+class TokenFigures(NamedTuple):
+    """Of every position of one sequence, whose distribution is that of the token after it.
+
+    Attributes:
+      kl: f32[n] KL divergence (nats) of the variant's distribution from the base's.
+      agrees: bool[n] whether both have the same most likely token.
+      base_nll, nll: f32[n - 1] -log p of the token that follows; the last position has none.
+    """
+
+    kl: np.ndarray
+    agrees: np.ndarray
+    base_nll: np.ndarray
+    nll: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class KVQuality:
+    """TokenFigures of many sequences, taken together.
+
+    Attributes:
+      kl_mean, kl_p99: over positions. top1_agreement: share of positions.
+      base_perplexity, perplexity: exp of the mean -log p. perplexity_change: relative, 0.01 for one percent more.
+    """
+
+    num_positions: int
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    base_perplexity: float
+    perplexity: float
+
+    @property
+    def perplexity_change(self) -> float:
+        return self.perplexity / self.base_perplexity - 1
+
+
+def token_figures(
+    base: KVVariant, variants: Sequence[KVVariant], token_ids: Sequence[int], *, chunk: int = 256, room: int = 0
+) -> Iterator[TokenFigures]:
+    """Figures of each variant on one sequence of at least two tokens, one after the other.
+
+    Args:
+      chunk: tokens computed at once. Whole logits exist for so many positions only: of a long sequence and a large
+        vocabulary they would take gigabytes.
+      room: tokens the cache holds, if more than there are: sequences up to there share their compiled functions.
+    """
+    room = max(room, len(token_ids))
+    targets = np.zeros((-(-len(token_ids) // chunk) * chunk,), np.int32)
+    targets[: len(token_ids) - 1] = token_ids[1:]
+    expected = _hidden_states(base, token_ids, chunk, room)
+    for variant in variants:
+        found = _hidden_states(variant, token_ids, chunk, room)
+        parts = [
+            _compare(*nnx.split(base.model), *nnx.split(variant.model), *chunks)
+            for chunks in zip(expected, found, targets.reshape(-1, chunk), strict=True)
+        ]
+        kl, agrees, base_nll, nll = (np.concatenate(figure)[: len(token_ids)] for figure in zip(*parts, strict=True))
+        yield TokenFigures(kl, agrees, base_nll[:-1], nll[:-1])
+
+
+def summarize(figures: Sequence[TokenFigures]) -> KVQuality:
+    kl, agrees, base_nll, nll = (np.concatenate(parts).astype(np.float64) for parts in zip(*figures, strict=True))
+    return KVQuality(
+        num_positions=len(kl),
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        top1_agreement=float(agrees.mean()),
+        base_perplexity=float(np.exp(base_nll.mean())),
+        perplexity=float(np.exp(nll.mean())),
+    )
+
+
+def _hidden_states(variant: KVVariant, token_ids: Sequence[int], chunk: int, room: int) -> list[jax.Array]:
+    """[chunk, E] of each chunk; the last one is padded."""
+    num_blocks = -(-room // _BLOCK_SIZE)
+    # As bits, since XLA:CPU converts whole pools of short floats; elsewhere it makes no difference.
+    cache = empty_cache(
+        variant.model.config,
+        num_blocks=num_blocks + 1,
+        block_size=_BLOCK_SIZE,
+        dtype=variant.kv_cache_dtype,
+        as_bits=True,
+    )
+    # The second row is that of padding: all its blocks are the null block.
+    table = np.zeros((2, num_blocks), np.int32)
+    table[0] = 1 + np.arange(num_blocks)
+    hidden = []
+    for start in range(0, len(token_ids), chunk):
+        ids = np.zeros((chunk,), np.int32)
+        count = min(chunk, len(token_ids) - start)
+        ids[:count] = token_ids[start : start + count]
+        part, cache = _prefill(*nnx.split(variant.model), cache, table, ids, np.int32(start), np.int32(count))
+        hidden.append(part)
+    return hidden
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(
+    graphdef: nnx.GraphDef,
+    weights: nnx.State,
+    cache: KVCache,
+    table: jax.Array,
+    token_ids: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Hidden states of the `count` tokens from position `start` on."""
+    index = jnp.arange(len(token_ids))
+    is_real = index < count
+    positions = jnp.where(is_real, start + index, index % _BLOCK_SIZE)
+    attention = PrefillAttention(
+        slots=slots_of(table, jnp.where(is_real, 0, 1), positions, _BLOCK_SIZE),
+        block_table=table[:1],
+        cu_q_lens=jnp.stack([jnp.int32(0), count]),
+        context_lens=start[None],
+        implementation="xla",
+    )
+    hidden, layers = nnx.merge(graphdef, weights)(token_ids, positions, cache.layers, attention)
+    return hidden, KVCache(layers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _compare(
+    base_graphdef: nnx.GraphDef,
+    base_weights: nnx.State,
+    graphdef: nnx.GraphDef,
+    weights: nnx.State,
+    base_hidden: jax.Array,
+    hidden: jax.Array,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """kl, agrees, base_nll and nll of hidden states [T, E] before targets i32[T]."""
+    base_logits = nnx.merge(base_graphdef, base_weights).logits(base_hidden)
+    logits = nnx.merge(graphdef, weights).logits(hidden)
+    log_p, log_q = jax.nn.log_softmax(base_logits), jax.nn.log_softmax(logits)
+    p, q, d = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
+    # The sum of p * -d, plus that of q - p, which is 0: no term is negative, so that nothing cancels, and the rounding of
+    # the two normalisers counts squared. Plain, float32 would add 1e-6 of noise: as much as float16 costs.
+    kl = jnp.where(d < 1, p * (jnp.expm1(d) - d), q - p - p * d).sum(axis=-1)
+
+    def nll(log_probs: jax.Array) -> jax.Array:
+        return -jnp.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0]
+
+    return kl, base_logits.argmax(axis=-1) == logits.argmax(axis=-1), nll(log_p), nll(log_q)
