@@ -1,7 +1,7 @@
 """What a KV format costs: next-token distributions on known tokens, against those of another format.
 
-Every variant runs the project's own forward pass: keys and values are written into blocks as the format stores them, and
-attention sees nothing but the blocks. The tokens are given (teacher forcing), so that the variants stay comparable
+Every variant runs the project's own forward pass: keys and values are written into blocks as the format stores them,
+and attention sees nothing but the blocks. The tokens are given (teacher forcing), so that the variants stay comparable
 position by position, where generated texts part at the first difference.
 """
 
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv.execution.batch import PrefillAttention, slots_of
-from jaxkv.execution.kv_cache import KVCache, empty_cache
-from jaxkv.models.llama import Llama
+from jaxkv.execution.batch import PrefillAttention
+from jaxkv.execution.kv_cache import empty_cache
+from jaxkv.models.llama import Llama, run_layer
 
 _BLOCK_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class KVVariant:
-    """One way to run the model: its weights, which a variant may transform, and how the cache stores keys and values."""
+    """One way to run the model: its weights, which a variant may transform, and the format of its keys and values."""
 
     name: str
     model: Llama
@@ -104,52 +104,42 @@ def summarize(figures: Sequence[TokenFigures]) -> KVQuality:
 
 
 def _hidden_states(variant: KVVariant, token_ids: Sequence[int], chunk: int, room: int) -> list[jax.Array]:
-    """[chunk, E] of each chunk; the last one is padded."""
+    """[chunk, E] of each chunk; the last one is padded.
+
+    Layer by layer, since alike layers compile once. As one function, 30 of them take 20 s to compile, for every format.
+    """
     num_blocks = -(-room // _BLOCK_SIZE)
-    # As bits, since XLA:CPU converts whole pools of short floats; elsewhere it makes no difference.
+    model = variant.model
     cache = empty_cache(
-        variant.model.config,
+        model.config,
         num_blocks=num_blocks + 1,
         block_size=_BLOCK_SIZE,
         dtype=variant.kv_cache_dtype,
-        as_bits=True,
+        as_bits=True,  # XLA:CPU converts whole pools of short floats; elsewhere it makes no difference
     )
-    # The second row is that of padding: all its blocks are the null block.
-    table = np.zeros((2, num_blocks), np.int32)
-    table[0] = 1 + np.arange(num_blocks)
+    layers_kv = list(cache.layers)
+    table = jnp.arange(1, num_blocks + 1, dtype=jnp.int32)
+    index = np.arange(chunk, dtype=np.int32)
     hidden = []
     for start in range(0, len(token_ids), chunk):
-        ids = np.zeros((chunk,), np.int32)
         count = min(chunk, len(token_ids) - start)
+        ids = np.zeros((chunk,), np.int32)
         ids[:count] = token_ids[start : start + count]
-        part, cache = _prefill(*nnx.split(variant.model), cache, table, ids, np.int32(start), np.int32(count))
-        hidden.append(part)
+        positions = np.where(index < count, start + index, 0)
+        slots = (1 + positions // _BLOCK_SIZE) * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        attention = PrefillAttention(
+            slots=jnp.asarray(np.where(index < count, slots, index % _BLOCK_SIZE)),  # padding: in the null block
+            block_table=table[None],
+            cu_q_lens=jnp.array([0, count], jnp.int32),
+            context_lens=jnp.array([start], jnp.int32),
+            implementation="xla",
+        )
+        cos, sin = model.cos_sin(jnp.asarray(positions))
+        x = model.embed_tokens(jnp.asarray(ids))
+        for i, layer in enumerate(model.layers):
+            x, layers_kv[i] = run_layer(*nnx.split(layer), x, cos, sin, layers_kv[i], attention)
+        hidden.append(model.norm(x))
     return hidden
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(
-    graphdef: nnx.GraphDef,
-    weights: nnx.State,
-    cache: KVCache,
-    table: jax.Array,
-    token_ids: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """Hidden states of the `count` tokens from position `start` on."""
-    index = jnp.arange(len(token_ids))
-    is_real = index < count
-    positions = jnp.where(is_real, start + index, index % _BLOCK_SIZE)
-    attention = PrefillAttention(
-        slots=slots_of(table, jnp.where(is_real, 0, 1), positions, _BLOCK_SIZE),
-        block_table=table[:1],
-        cu_q_lens=jnp.stack([jnp.int32(0), count]),
-        context_lens=start[None],
-        implementation="xla",
-    )
-    hidden, layers = nnx.merge(graphdef, weights)(token_ids, positions, cache.layers, attention)
-    return hidden, KVCache(layers)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -167,8 +157,8 @@ def _compare(
     logits = nnx.merge(graphdef, weights).logits(hidden)
     log_p, log_q = jax.nn.log_softmax(base_logits), jax.nn.log_softmax(logits)
     p, q, d = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
-    # The sum of p * -d, plus that of q - p, which is 0: no term is negative, so that nothing cancels, and the rounding of
-    # the two normalisers counts squared. Plain, float32 would add 1e-6 of noise: as much as float16 costs.
+    # The sum of p * -d, plus that of q - p, which is 0: no term is negative, so that nothing cancels, and the rounding
+    # of the two normalisers counts squared. Plain, float32 would add noise of 1e-6: as much as float16 costs.
     kl = jnp.where(d < 1, p * (jnp.expm1(d) - d), q - p - p * d).sum(axis=-1)
 
     def nll(log_probs: jax.Array) -> jax.Array:
