@@ -23,7 +23,7 @@ from jaxkv.core.config import is_kv_cache_dtype, told_kv_cache_dtypes
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.progress import SilentProgress
 from jaxkv.execution.kv_cache import kv_bytes_per_token
-from jaxkv.kv_quality import KVQuality, KVVariant, summarize, token_figures
+from jaxkv.kv_quality import KVVariant, TokenFigures, summarize, token_figures
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import load_config, load_weights
 from jaxkv.settings import model_limit
@@ -33,7 +33,7 @@ _MODEL = flags.DEFINE_string("model", "demo", "demo, a Hugging Face repo id, or 
 _TEXT = flags.DEFINE_string("text", None, "A text file; unset, and without prompts: Python's language reference.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A file with a text a line, each a sequence of its own.")
 _WINDOW = flags.DEFINE_integer("window", 1024, "Tokens a sequence; longer texts are cut into as many as they fill.", 2)
-_NUM_WINDOWS = flags.DEFINE_integer("num_windows", 8, "Use the first so many; 0: all of them.", 0)
+_NUM_WINDOWS = flags.DEFINE_integer("num_windows", None, "Use the first so many; unset: 8 of a text, all prompts.", 1)
 _FORMATS = flags.DEFINE_multi_string(
     "kv_cache_dtypes",
     ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8,int4", "int4"],
@@ -102,11 +102,11 @@ def _texts() -> tuple[str, list[str]]:
     return f"Python {version}'s language reference (pydoc_data.topics)", ["\n\n".join(topics.values())]
 
 
-def _windows(texts: list[str], tokenizer: Tokenizer, size: int, limit: int) -> list[list[int]]:
+def _windows(texts: list[str], tokenizer: Tokenizer, size: int, limit: int | None) -> list[list[int]]:
     """Sequences of at most `size` tokens, each with what the tokenizer puts in front of a prompt. Of a text longer than
     that the end, which fills no window, is left out: its tokens would see less than those of the others."""
     front = tokenizer.encode("")
-    room = size - len(front)
+    room = max(size - len(front), 1)
     windows: list[list[int]] = []
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -114,7 +114,7 @@ def _windows(texts: list[str], tokenizer: Tokenizer, size: int, limit: int) -> l
         windows += [front + part for part in cut if len(front + part) > 1]
         if limit and len(windows) >= limit:
             break
-    return windows[: limit or None]
+    return windows[:limit]
 
 
 def _measure(report: measurement.Report) -> None:
@@ -129,7 +129,7 @@ def _measure(report: measurement.Report) -> None:
         size = 256 if flags.FLAGS.quick and not flags.FLAGS["window"].present else _WINDOW.value
         if size > model_limit(config):
             raise ConfigError(f"window is {size}, and {source.name} takes {model_limit(config)} tokens at most")
-        limit = 1 if flags.FLAGS.quick else _NUM_WINDOWS.value
+        limit = 1 if flags.FLAGS.quick else _NUM_WINDOWS.value or (8 if _PROMPTS.value is None else None)
         windows = _windows(texts, load_tokenizer(source), size, limit)
         if not windows:
             raise ConfigError(f"{text} holds no text of two tokens or more")
@@ -137,21 +137,19 @@ def _measure(report: measurement.Report) -> None:
         # A variant may bring a model of its own: transformed weights, other settings.
         base = KVVariant(BASE, model, BASE)
         variants = [KVVariant(name, model, name) for name in formats]
-        found: dict[str, list] = {variant.name: [] for variant in variants}
+        found: dict[str, list[TokenFigures]] = {variant.name: [] for variant in variants}
         stage, total = "Windows times formats", len(windows) * len(variants)
         for i, window in enumerate(windows):
-            # Nothing but whole windows in most runs: `room` spares short ones a compilation of their own.
-            for j, figures in enumerate(token_figures(base, variants, window, room=size)):
+            all_figures = token_figures(base, variants, window, chunk=min(size, 256), room=size)
+            for j, figures in enumerate(all_figures):
                 found[variants[j].name].append(figures)
                 progress.update(stage, i * len(variants) + j + 1, total)
     num_tokens = sum(map(len, windows))
-    told = f"{source.name} on {text}: {num_tokens:,} tokens in {len(windows)} windows of up to {size}"
-    qualities = {variant.name: summarize(found[variant.name]) for variant in variants}
     goals = GOALS if _MODEL.value == "demo" else {}
     for variant in variants:
-        quality, size_of = qualities[variant.name], kv_bytes_per_token(variant.model.config, variant.kv_cache_dtype)
+        quality = summarize(found[variant.name])
         report.add(
-            f"{variant.name} KV",
+            variant.name,
             [quality.kl_mean],
             unit="nats/token",
             metric="kl_mean",
@@ -159,74 +157,67 @@ def _measure(report: measurement.Report) -> None:
             kv_cache_dtype=variant.kv_cache_dtype,
             kl_p99=quality.kl_p99,
             kl_by_window=[float(figures.kl.mean()) for figures in found[variant.name]],
+            kl_goal=goals.get(variant.name),
             top1_agreement=quality.top1_agreement,
             perplexity=quality.perplexity,
             base_perplexity=quality.base_perplexity,
             perplexity_change=quality.perplexity_change,
-            kv_bytes_per_token=size_of,
-            kl_goal=goals.get(variant.name),
+            kv_bytes_per_token=kv_bytes_per_token(variant.model.config, variant.kv_cache_dtype),
             text=text,
             num_tokens=num_tokens,
             num_windows=len(windows),
         )
-    sizes = {result["kv_cache_dtype"]: result["kv_bytes_per_token"] for result in report.results}
-    base_size = kv_bytes_per_token(config, BASE)
-    _tell(report, told, qualities, sizes, base_size, goals)
+    title = f"{source.name} on {text}: {num_tokens:,} tokens in {len(windows)} windows of up to {size}"
+    report.console.print(title, markup=False, highlight=False)
+    base_perplexity, base_bytes = report.results[0]["base_perplexity"], kv_bytes_per_token(config, BASE)
+    report.console.print(f"with {BASE} keys and values: perplexity {base_perplexity:.3f}, {base_bytes:,} bytes a token")
+    _tell(report)
     if _PLOT.value is not None:
-        _draw(told, qualities, sizes)
+        _draw(title, report.results)
         report.files.append(_PLOT.value)
 
 
-def _tell(
-    report: measurement.Report,
-    told: str,
-    qualities: dict[str, KVQuality],
-    sizes: dict[str, int],
-    base_size: int,
-    goals: dict[str, float],
-) -> None:
-    base = next(iter(qualities.values())).base_perplexity
-    report.console.print(told, markup=False, highlight=False)
-    report.console.print(f"with {BASE} keys and values: perplexity {base:.3f}, {base_size:,} bytes a token")
+def _tell(report: measurement.Report) -> None:
     table = Table()
     for column in ("K/V", "bytes a token", "perplexity", "change", "KL mean", "KL P99", "same top-1", "KL goal"):
         table.add_column(column, justify="left" if column == "K/V" else "right")
-    for name, quality in qualities.items():
+    for result in report.results:
         table.add_row(
-            name,
-            f"{sizes[name]:,}",
-            f"{quality.perplexity:.3f}",
-            f"{quality.perplexity_change:+.3%}",
-            f"{quality.kl_mean:.1e}",
-            f"{quality.kl_p99:.1e}",
-            f"{quality.top1_agreement:.2%}",
-            f"{goals[name]:.1e}" if name in goals else "-",
+            result["name"],
+            f"{result['kv_bytes_per_token']:,}",
+            f"{result['perplexity']:.3f}",
+            f"{result['perplexity_change']:+.3%}",
+            f"{result['value']:.1e}",
+            f"{result['kl_p99']:.1e}",
+            f"{result['top1_agreement']:.2%}",
+            f"{result['kl_goal']:.1e}" if result["kl_goal"] else "-",
         )
     report.console.print(table)
 
 
-def _draw(told: str, qualities: dict[str, KVQuality], sizes: dict[str, int]) -> None:
+def _draw(title: str, results: list[dict]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, quality in qualities.items():
-        (line,) = axes.plot(sizes[name], quality.kl_mean, "o")
-        axes.plot([sizes[name]] * 2, [quality.kl_mean, quality.kl_p99], "-", color=line.get_color(), alpha=0.4)
-        axes.annotate(name, (sizes[name], quality.kl_mean), xytext=(6, -3), textcoords="offset points")
+    for result in results:
+        size, mean = result["kv_bytes_per_token"], result["value"]
+        (point,) = axes.plot(size, mean, "o")
+        axes.plot([size, size], [mean, result["kl_p99"]], "-", color=point.get_color(), alpha=0.4)
+        axes.annotate(result["name"], (size, mean), xytext=(6, -3), textcoords="offset points")
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="KV bytes a token",
         ylabel=f"KL from {BASE} K/V (nats): mean, line to P99",
-        title=told,
+        title=title,
     )
     axes.title.set_size(9)
     axes.margins(x=0.15)  # room for the names
-    ticks = sorted(set(sizes.values()))
+    ticks = sorted({result["kv_bytes_per_token"] for result in results})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     figure.savefig(_PLOT.value, dpi=120)
 
 
