@@ -103,6 +103,29 @@ def summarize(figures: Sequence[TokenFigures]) -> KVQuality:
     )
 
 
+def with_key_outliers(model: Llama, factor: float) -> Llama:
+    """The same function with keys that are hard to quantise, as models of other families have them: two rotary pairs of
+    every head are `factor` times as large, and those of the queries as much smaller."""
+    scale = np.ones((model.config.head_dim,), np.float32)
+    half = len(scale) // 2
+    for pair in (half // 4, half // 2):
+        scale[[pair, pair + half]] = factor
+    model = nnx.clone(model)
+    for layer in model.layers:
+        attention = layer.attention
+        normalized = hasattr(attention, "k_norm")  # what stands before a norm would be lost
+        for module, by in (
+            (attention.k_norm if normalized else attention.k_proj, scale),
+            (attention.q_norm if normalized else attention.q_proj, 1 / scale),
+        ):
+            for parameter in (module.weight, getattr(module, "bias", None)):
+                if parameter is not None:
+                    values = parameter[...]
+                    rows = jnp.asarray(np.tile(by, len(values) // len(by)))
+                    parameter[...] = (values.T * rows).T.astype(values.dtype)
+    return model
+
+
 def _hidden_states(variant: KVVariant, token_ids: Sequence[int], chunk: int, room: int) -> list[jax.Array]:
     """[chunk, E] of each chunk; the last one is padded.
 

@@ -23,7 +23,7 @@ from jaxkv.core.config import is_kv_cache_dtype, told_kv_cache_dtypes
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.progress import SilentProgress
 from jaxkv.execution.kv_cache import kv_bytes_per_token
-from jaxkv.kv_quality import KVVariant, TokenFigures, summarize, token_figures
+from jaxkv.kv_quality import KVVariant, TokenFigures, summarize, token_figures, with_key_outliers
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import load_config, load_weights
 from jaxkv.settings import model_limit
@@ -39,6 +39,12 @@ _FORMATS = flags.DEFINE_multi_string(
     ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8,int4", "int4"],
     "Compared with float32: repeat the flag, or separate by ';'. A comma separates formats of keys and of values.",
 )
+_OUTLIERS = flags.DEFINE_float(
+    "key_outliers",
+    None,
+    "A stress test: scale two channel pairs of all keys up by this, of queries down.",
+    1.0,
+)
 _PLOT = flags.DEFINE_string(
     "plot", None, "Write KL against bytes to this PNG; needs matplotlib (pip install -e '.[plot]')."
 )
@@ -50,7 +56,7 @@ GOALS = {"int8": 9e-4, "int8,int4": 7e-3, "int4": 3.5e-2}
 
 
 def _config() -> dict:
-    names = ("model", "text", "prompts", "window", "num_windows", "kv_cache_dtypes", "plot", "quick")
+    names = ("model", "text", "prompts", "window", "num_windows", "kv_cache_dtypes", "key_outliers", "plot", "quick")
     return {name: flags.FLAGS[name].value for name in names}
 
 
@@ -134,6 +140,8 @@ def _measure(report: measurement.Report) -> None:
         if not windows:
             raise ConfigError(f"{text} holds no text of two tokens or more")
         model = load_weights(source, config, dtype="float32", progress=progress)
+        if _OUTLIERS.value is not None:
+            model = with_key_outliers(model, _OUTLIERS.value)
         # A variant may bring a model of its own: transformed weights, other settings.
         base = KVVariant(BASE, model, BASE)
         variants = [KVVariant(name, model, name) for name in formats]
@@ -145,7 +153,7 @@ def _measure(report: measurement.Report) -> None:
                 found[variants[j].name].append(figures)
                 progress.update(stage, i * len(variants) + j + 1, total)
     num_tokens = sum(map(len, windows))
-    goals = GOALS if _MODEL.value == "demo" else {}
+    goals = GOALS if _MODEL.value == "demo" and _OUTLIERS.value is None else {}
     for variant in variants:
         quality = summarize(found[variant.name])
         report.add(
@@ -168,6 +176,8 @@ def _measure(report: measurement.Report) -> None:
             num_windows=len(windows),
         )
     title = f"{source.name} on {text}: {num_tokens:,} tokens in {len(windows)} windows of up to {size}"
+    if _OUTLIERS.value is not None:
+        title += f", keys with outliers x{_OUTLIERS.value:g}"
     report.console.print(title, markup=False, highlight=False)
     base_perplexity, base_bytes = report.results[0]["base_perplexity"], kv_bytes_per_token(config, BASE)
     report.console.print(f"with {BASE} keys and values: perplexity {base_perplexity:.3f}, {base_bytes:,} bytes a token")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv.kv_quality import KVVariant, summarize, token_figures
+from jaxkv.kv_quality import KVVariant, summarize, token_figures, with_key_outliers
 from tests.support.paged_forward import paged_logits
 from tests.support.tiny_models import model_of, parse, random_tensors, random_tokens, tiny_config
 
@@ -80,6 +80,18 @@ def test_small_divergences_are_not_rounding_noise(model):
     small, large = token_figures(KVVariant("base", model, "float32"), variants, IDS, chunk=32, room=96)
     assert small.kl.min() >= 0
     np.testing.assert_allclose(100 * small.kl, large.kl, rtol=0.05)
+
+
+@pytest.mark.parametrize("fields", [{}, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}])
+def test_outliers_change_nothing_but_what_rounding_costs(fields):
+    config = parse(tiny_config(num_hidden_layers=1, **fields))
+    model = model_of(config, random_tensors(config))
+    variants = [KVVariant(dtype, with_key_outliers(model, 32.0), dtype) for dtype in ("float32", "int8")]
+    variants.append(KVVariant("plain int8", model, "int8"))
+    base = KVVariant("base", model, "float32")
+    same, outliers, plain = (summarize([f]) for f in token_figures(base, variants, IDS, chunk=32, room=96))
+    assert same.kl_mean < 1e-9
+    assert outliers.kl_mean > 10 * plain.kl_mean
 
 
 def test_summary_takes_sequences_together(model):
