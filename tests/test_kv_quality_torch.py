@@ -77,8 +77,8 @@ def test_formats_cost_what_they_cost_in_torch(monkeypatch):
 
 
 def test_demo_model_loses_what_it_loses_in_torch(monkeypatch):
-    """Within what chance leaves. Over 30 layers a number that rounds the other way changes all that follow: torch itself
-    gives 8.6e-4 to 9.7e-4 for int8 here when keys and values change by 1e-6 of themselves; this gave 8.5e-4."""
+    """Within what chance leaves. Over 30 layers a number that rounds the other way changes all that follow: torch
+    itself gives 8.6e-4 to 9.7e-4 for int8 here when keys and values change by 1e-6 of themselves; this gave 8.5e-4."""
     ids = demo_text_ids(384)
     oracle, model = torch_oracle.demo_model(demo_source().path), demo_weights()
     base = log_probs(oracle, ids, monkeypatch)
