@@ -4,7 +4,7 @@ import importlib.util
 import pathlib
 
 # The test modules that compare with transformers' torch models (`make oracle`), skipped whole where torch is absent.
-TORCH_MODULES = 5
+TORCH_MODULES = 6
 # Tests that read request traces beside the checkout (small made-up traces cover the logic where they are absent).
 TRACES, TRACE_TESTS = pathlib.Path(__file__).parents[2] / "shared" / "traces", 3
 _skipped: list[str] = []

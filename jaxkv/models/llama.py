@@ -88,7 +88,7 @@ class DecoderLayer(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(graphdef, weights, x, cos, sin, kv, attention) -> tuple[jax.Array, LayerKV]:
+def run_layer(graphdef, weights, x, cos, sin, kv, attention) -> tuple[jax.Array, LayerKV]:
     """One layer as a function of its own: alike layers are traced once, not L times (30 layers: lowering takes
     0.4 s instead of 1.8 s). XLA inlines the calls."""
     layer = nnx.merge(graphdef, weights)
@@ -139,20 +139,20 @@ class Llama(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, layers_kv: tuple[LayerKV, ...], attention: PagedAttention
     ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
         """All keys and values, and what goes into the last layer [T, E]: `tail` need not follow for every token."""
-        cos, sin = self._cos_sin(positions)
+        cos, sin = self.cos_sin(positions)
         x = self.embed_tokens(token_ids)
         new_kv = []
         for layer, kv in zip(self.layers[:-1], layers_kv[:-1], strict=True):
-            x, kv = _run_layer(*nnx.split(layer), x, cos, sin, kv, attention)
+            x, kv = run_layer(*nnx.split(layer), x, cos, sin, kv, attention)
             new_kv.append(kv)
         new_kv.append(self.layers[-1].store(x, cos, sin, layers_kv[-1], attention))
         return x, tuple(new_kv)
 
     def tail(self, x: jax.Array, positions: jax.Array, kv: LayerKV, attention: PagedAttention) -> jax.Array:
         """Hidden states [T, E] of those tokens; `kv` is the last layer's."""
-        return self.norm(self.layers[-1](x, *self._cos_sin(positions), kv, attention))
+        return self.norm(self.layers[-1](x, *self.cos_sin(positions), kv, attention))
 
-    def _cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         frequencies, factor = rope.inverse_frequencies(
             self.config.rope,
             self.config.head_dim,
