@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxkv.execution.batch import PrefillAttention
 from jaxkv.execution.kv_cache import empty_cache
+from jaxkv.models.kv_rotation import fold_into_weights
 from jaxkv.models.llama import Llama, run_layer
 
 _BLOCK_SIZE = 16
@@ -123,6 +124,14 @@ def with_key_outliers(model: Llama, factor: float) -> Llama:
                     values = parameter[...]
                     rows = jnp.asarray(np.tile(by, len(values) // len(by)))
                     parameter[...] = (values.T * rows).T.astype(values.dtype)
+    return model
+
+
+def with_rotation(model: Llama) -> Llama:
+    """The same function with rotated keys and values, as `kv_rotation=hadamard` stores them."""
+    model = fold_into_weights(nnx.clone(model))
+    for layer in model.layers:
+        layer.attention.rotates = True
     return model
 
 

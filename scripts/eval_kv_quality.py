@@ -23,11 +23,12 @@ from jaxkv.core.config import is_kv_cache_dtype, told_kv_cache_dtypes
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.progress import SilentProgress
 from jaxkv.execution.kv_cache import kv_bytes_per_token
-from jaxkv.kv_quality import KVVariant, TokenFigures, summarize, token_figures, with_key_outliers
+from jaxkv.kv_quality import KVVariant, TokenFigures, summarize, token_figures, with_key_outliers, with_rotation
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import load_config, load_weights
 from jaxkv.settings import model_limit
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.kv_format import formats_of
 
 _MODEL = flags.DEFINE_string("model", "demo", "demo, a Hugging Face repo id, or a file or folder, as for the engine.")
 _TEXT = flags.DEFINE_string("text", None, "A text file; unset, and without prompts: Python's language reference.")
@@ -39,6 +40,7 @@ _FORMATS = flags.DEFINE_multi_string(
     ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8,int4", "int4"],
     "Compared with float32: repeat the flag, or separate by ';'. A comma separates formats of keys and of values.",
 )
+_ROTATIONS = flags.DEFINE_list("kv_rotations", ["none", "hadamard"], "For each format with quantised keys.")
 _OUTLIERS = flags.DEFINE_float(
     "key_outliers",
     None,
@@ -52,11 +54,18 @@ _PLOT = flags.DEFINE_string(
 BASE = "float32"
 # Mean KL that formats should stay below on the demo model, set on technical prose. Another text has another KL, so the
 # goals stand beside what is found and judge nothing.
-GOALS = {"int8": 9e-4, "int8,int4": 7e-3, "int4": 3.5e-2}
+GOALS = {
+    ("int8", "none"): 9e-4,
+    ("int8", "hadamard"): 2.5e-4,
+    ("int8,int4", "none"): 7e-3,
+    ("int8,int4", "hadamard"): 7e-3,
+    ("int4", "none"): 3.5e-2,
+    ("int4", "hadamard"): 3.5e-2,
+}
 
 
 def _config() -> dict:
-    names = ("model", "text", "prompts", "window", "num_windows", "kv_cache_dtypes", "key_outliers", "plot", "quick")
+    names = "model text prompts window num_windows kv_cache_dtypes kv_rotations key_outliers plot quick".split()
     return {name: flags.FLAGS[name].value for name in names}
 
 
@@ -72,6 +81,8 @@ def _formats() -> list[str]:
 
 
 def _check_flags() -> None:
+    if not _ROTATIONS.value or set(_ROTATIONS.value) - {"none", "hadamard"}:
+        raise ConfigError(f"kv_rotations is {','.join(_ROTATIONS.value)!r}; there are none and hadamard")
     if _TEXT.value is not None and _PROMPTS.value is not None:
         raise ConfigError("text and prompts are both given; choose one")
     if _PLOT.value is None:
@@ -144,7 +155,13 @@ def _measure(report: measurement.Report) -> None:
             model = with_key_outliers(model, _OUTLIERS.value)
         # A variant may bring a model of its own: transformed weights, other settings.
         base = KVVariant(BASE, model, BASE)
-        variants = [KVVariant(name, model, name) for name in formats]
+        models = {name: model if name == "none" else with_rotation(model) for name in _ROTATIONS.value}
+        rotations, variants = [], []
+        for name in formats:
+            for rotation in _ROTATIONS.value if formats_of(name)[0].is_quantized else ["none"]:
+                rotations.append(rotation)
+                label = name if rotation == "none" else f"{name} {rotation}"
+                variants.append(KVVariant(label, models.get(rotation, model), name))
         found: dict[str, list[TokenFigures]] = {variant.name: [] for variant in variants}
         stage, total = "Windows times formats", len(windows) * len(variants)
         for i, window in enumerate(windows):
@@ -154,7 +171,7 @@ def _measure(report: measurement.Report) -> None:
                 progress.update(stage, i * len(variants) + j + 1, total)
     num_tokens = sum(map(len, windows))
     goals = GOALS if _MODEL.value == "demo" and _OUTLIERS.value is None else {}
-    for variant in variants:
+    for variant, rotation in zip(variants, rotations, strict=True):
         quality = summarize(found[variant.name])
         report.add(
             variant.name,
@@ -165,7 +182,8 @@ def _measure(report: measurement.Report) -> None:
             kv_cache_dtype=variant.kv_cache_dtype,
             kl_p99=quality.kl_p99,
             kl_by_window=[float(figures.kl.mean()) for figures in found[variant.name]],
-            kl_goal=goals.get(variant.name),
+            kv_rotation=rotation,
+            kl_goal=goals.get((variant.kv_cache_dtype, rotation)),
             top1_agreement=quality.top1_agreement,
             perplexity=quality.perplexity,
             base_perplexity=quality.base_perplexity,

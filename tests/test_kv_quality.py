@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv.kv_quality import KVVariant, summarize, token_figures, with_key_outliers
+from jaxkv.kv_quality import KVVariant, summarize, token_figures, with_key_outliers, with_rotation
 from tests.support.paged_forward import paged_logits
 from tests.support.tiny_models import model_of, parse, random_tensors, random_tokens, tiny_config
 
@@ -104,3 +104,18 @@ def test_summary_takes_sequences_together(model):
     base, ours = (np.mean([*one, *other]) for one, other in zip(first[2:], second[2:], strict=True))
     assert np.log(quality.perplexity) == pytest.approx(ours)
     assert quality.perplexity_change == pytest.approx(np.exp(ours - base) - 1, rel=1e-3)
+
+
+def test_a_rotated_model_is_the_same_function_until_something_is_rounded(model):
+    turned = with_rotation(model)
+    assert not model.layers[0].attention.rotates, "the model itself was changed"
+    base, outliers = KVVariant("base", model, "float32"), with_key_outliers(model, 32.0)
+    variants = [
+        KVVariant("exact", turned, "float32"),
+        KVVariant("plain", outliers, "int8"),
+        KVVariant("rotated", with_rotation(outliers), "int8"),
+    ]
+    exact, plain, rotated = (
+        summarize([figure]).kl_mean for figure in token_figures(base, variants, IDS, chunk=32, room=96)
+    )
+    assert 0 <= exact < 1e-9 and 0 < 2 * rotated < plain

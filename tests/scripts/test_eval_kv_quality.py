@@ -22,7 +22,7 @@ def run(*arguments):
 def test_formats_on_a_text(tiny_model, tmp_path):
     text = tmp_path / "numbers.txt"
     text.write_text(" ".join(map(str, range(100)))[:200])
-    flags = [f"--model={tiny_model}", f"--text={text}", "--window=64", "--kv_cache_dtypes=int8;int8,int4"]
+    flags = [f"--model={tiny_model}", f"--text={text}", "--window=64", "--kv_cache_dtypes=int8;int8,int4", "--kv_rotations=none"]
     if importlib.util.find_spec("matplotlib"):
         flags.append(f"--plot={tmp_path / 'quality.png'}")
     done = run(*flags, "--kv_cache_dtypes=bfloat16")
@@ -47,7 +47,7 @@ def test_formats_on_a_text(tiny_model, tmp_path):
 def test_prompts_are_sequences_of_their_own(tiny_model, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("A first prompt.\n\nAnother\n" + "x" * 70 + "\n")
-    flags = [f"--model={tiny_model}", f"--prompts={prompts}", "--window=32", "--kv_cache_dtypes=int8", "--json_only"]
+    flags = [f"--model={tiny_model}", f"--prompts={prompts}", "--window=32", "--kv_cache_dtypes=int8", "--kv_rotations=hadamard", "--json_only"]
     done = run(*flags)
     assert done.returncode == 0 and not done.stderr, done.stderr
     (result,) = json.loads(done.stdout)["results"]
