@@ -48,7 +48,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """Stored KV format, or two for keys and values (int8,int4); auto is the weights' dtype."""
     kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
-    """Rotate keys and values before they are stored, which makes their numbers alike; auto does where keys are quantised."""
+    """Rotate keys and values before they are stored, which makes their numbers alike; auto does where keys are int8 or int4."""
     max_num_seqs: int | None = None
     """Most requests that decode together: 16 on CPU, 256 on GPU unless set."""
     max_num_batched_tokens: int | None = None

@@ -15,7 +15,6 @@ from jaxkv.capacity import shard
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig, RopeConfig
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
-from pallas_kernels.kv_format import formats_of
 
 _LLAMA = {
     "architecture": "LlamaForCausalLM",
@@ -112,7 +111,7 @@ def programs(model: ModelConfig, kv_format: str, implementation: str, *, num_blo
         decode_buckets=(BUCKETS["decode"],),
         num_top=20,
         implementation=implementation,
-        rotates_kv=formats_of(kv_format)[0].is_quantized,  # as kv_rotation=auto does
+        rotates_kv=kv_format in ("int8", "int4"),  # as kv_rotation=auto does
     )
     abstract = abstract_model(
         model, dtype="bfloat16", max_model_len=limits.max_model_len, rotates_kv=shapes.rotates_kv
