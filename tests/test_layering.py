@@ -28,7 +28,7 @@ MAY_IMPORT = {
 LOWER = {"pallas_kernels", *MAY_IMPORT}
 # What assembles the parts, and what talks to users: above all of the former.
 TOP = {"jaxkv", "jaxkv.startup", "jaxkv.async_engine", "jaxkv.llm", "jaxkv.console", "jaxkv.flags"}
-TOP |= {"jaxkv.measurement", "jaxkv.settings", "jaxkv.program_plan", "jaxkv.device", "jaxkv.capacity"}
+TOP |= {"jaxkv.measurement", "jaxkv.settings", "jaxkv.program_plan", "jaxkv.device", "jaxkv.capacity", "jaxkv.kv_quality"}
 MAY_IMPORT |= {name: LOWER | TOP for name in TOP}
 MAY_IMPORT["jaxkv.server"] = LOWER | TOP
 
