@@ -21,7 +21,7 @@ from jaxkv.core.errors import ConfigError, UserError
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "tokenizer", "revision", "download_dir", "chat_template", "dtype", "seed", "max_model_len"),
     "memory": ("gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_dtype", "kv_rotation", "block_size",
-               "num_gpu_blocks_override"),
+               "num_gpu_blocks_override", "kv_window", "kv_sinks"),
     "scheduling": ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "decode_steps", "max_logprobs"),
     "prefix cache": ("enable_prefix_caching", "share_partial_blocks", "eviction_policy", "eviction_lookahead",
                      "ghost_blocks", "max_pinned_blocks"),

@@ -166,10 +166,10 @@ def _hidden_states(variant: KVVariant, token_ids: Sequence[int], chunk: int, roo
             context_lens=jnp.array([start], jnp.int32),
             implementation="xla",
         )
-        cos, sin = model.cos_sin(jnp.asarray(positions))
+        angles = model.angles(jnp.asarray(positions))
         x = model.embed_tokens(jnp.asarray(ids))
         for i, layer in enumerate(model.layers):
-            x, layers_kv[i] = run_layer(*nnx.split(layer), x, cos, sin, layers_kv[i], attention)
+            x, layers_kv[i] = run_layer(*nnx.split(layer), x, angles, layers_kv[i], attention)
         hidden.append(model.norm(x))
     return hidden
 

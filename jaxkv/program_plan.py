@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.retention import retention_of
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress
@@ -14,6 +15,7 @@ from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.kv_cache import kv_bytes_per_token
 from jaxkv.execution.memory import MemoryNeeds, MemoryPlan, available_memory, plan_memory
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model, geometric_buckets
+from jaxkv.models.llama import KVStorage
 from jaxkv.settings import MAX_DECODE_STEPS, model_limit
 from pallas_kernels import dispatch
 
@@ -97,7 +99,18 @@ def plan_blocks(
         block_size=config.block_size,
         model_limit=model_limit(model),
         most_blocks=most_blocks(config, model),
+        retention=retention_of(
+            model.windows_within(config.kv_window),
+            num_sinks(config),
+            block_size=config.block_size,
+            max_chunk=config.max_num_batched_tokens,
+        ),
     )
+
+
+def num_sinks(config: EngineConfig) -> int:
+    """First tokens of a request that its window does not cover and that stay."""
+    return 0 if config.kv_window is None else config.kv_sinks
 
 
 def make_programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan, device: Device) -> Programs:
@@ -125,13 +138,18 @@ def make_programs(config: EngineConfig, model: ModelConfig, memory: MemoryPlan, 
         num_top=min(config.max_logprobs, model.vocab_size),
         implementation=config.attention_implementation,
         cascade_buckets=cascade_buckets(decode_buckets) if limits.max_prefix_groups else (),
-        rotates_kv=config.kv_rotation == "hadamard",
+        storage=KVStorage(config.kv_rotation == "hadamard", config.kv_window, num_sinks(config)),
         cache_as_bits=device.is_cpu and not config.attention_implementation.startswith("pallas_"),
     )
     abstract = abstract_model(
-        model, dtype=config.dtype, max_model_len=memory.max_model_len, rotates_kv=shapes.rotates_kv
+        model, dtype=config.dtype, max_model_len=longest_view(config, memory.max_model_len), storage=shapes.storage
     )
     return Programs(abstract, shapes, ExecutableStore(config.compilation_cache_dir))
+
+
+def longest_view(config: EngineConfig, max_model_len: int) -> int:
+    """Tokens that a query sees at most: what `dynamic` rope scaling goes by."""
+    return max_model_len if config.kv_window is None else min(max_model_len, config.kv_window + config.kv_sinks)
 
 
 def _decode_buckets(max_num_seqs: int, device: Device) -> tuple[int, ...]:

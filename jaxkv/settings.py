@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 MAX_DECODE_STEPS = 8
 # Each is computed, kept and copied for every token of a call.
 _MOST_LOGPROBS = 1000
+# An angle of so many radians is off by up to 0.03 in float32.
+_MOST_POSITIONS = 2**20
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -33,8 +35,10 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(
             f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1"
         )
+    if config.kv_sinks < 0:
+        raise ConfigError(f"kv_sinks is {config.kv_sinks}; it must be 0 or more")
     at_least_one = ("max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens")
-    for name in (*at_least_one, "kv_cache_memory_bytes"):
+    for name in (*at_least_one, "kv_cache_memory_bytes", "kv_window"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
@@ -63,9 +67,7 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, device: Device) -
     except ValueError as error:
         raise ConfigError(str(error)) from None
     log.info("attention implementation: %s (%s)", implementation, reason)
-    limit = model_limit(model)
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len is {config.max_model_len:,}, but the model allows at most {limit:,} tokens")
+    _check_length(config, model)
     max_num_seqs = config.max_num_seqs or (16 if cpu else 256)
     return dataclasses.replace(
         config,
@@ -79,6 +81,27 @@ def resolve_settings(config: EngineConfig, model: ModelConfig, device: Device) -
         cascade=resolve_cascade(config, model, implementation),
         compilation_cache_dir=_compilation_cache_dir(config),
     )
+
+
+def _check_length(config: EngineConfig, model: ModelConfig) -> None:
+    limit = model_limit(model)
+    if config.kv_window is None:
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len:,}, but the model allows at most {limit:,} tokens; with a "
+                "kv_window requests may get longer"
+            )
+        return
+    if config.kv_window + config.kv_sinks > limit:
+        raise ConfigError(
+            f"kv_window is {config.kv_window:,} and kv_sinks {config.kv_sinks}, but the model sees at most {limit:,} "
+            f"tokens: lower kv_window to at most {max(1, limit - config.kv_sinks):,}, or leave it out"
+        )
+    if config.max_model_len is not None and config.max_model_len > _MOST_POSITIONS:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len:,}; at most {_MOST_POSITIONS:,}: positions beyond lose their "
+            "exactness as float32 angles"
+        )
 
 
 def _kv_rotation(asked: str, kv_cache_dtype: str) -> str:
@@ -110,9 +133,10 @@ def resolve_cascade(config: EngineConfig, model: ModelConfig, implementation: st
     7.1 for 16 rows, as long for 8, and longer where half of the rows are in no group; and every executable more takes
     12 CPU seconds at the first start. On a GPU XLA's loops over tiles are far from what the formula is about.
     """
-    if config.cascade != "off" and all(window is not None for window in model.window_sizes):
+    if config.cascade != "off" and None not in model.windows_within(config.kv_window):
         if config.cascade == "on":
-            raise ConfigError("cascade is on, but every layer of the model has a sliding window: set it to auto or off")
+            whose = "of the model has a sliding window" if config.kv_window is None else "has kv_window's window"
+            raise ConfigError(f"cascade is on, but every layer {whose}: set it to auto or off")
         return "off"
     return "off" if config.cascade == "auto" and not implementation.startswith("pallas_") else config.cascade
 

@@ -30,7 +30,7 @@ from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
 from jaxkv.models.kv_rotation import fold_into_weights
 from jaxkv.models.llama import Llama
-from jaxkv.program_plan import plan_programs
+from jaxkv.program_plan import longest_view, num_sinks, plan_programs
 from jaxkv.settings import check_settings, resolve_settings
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
 
@@ -148,7 +148,7 @@ def build_engine(
     for line in memory.lines():
         log.info("%s", line)
     config = dataclasses.replace(config, max_model_len=memory.max_model_len, num_gpu_blocks_override=memory.num_blocks)
-    _tell_fixed_rope_base(model_config, memory.max_model_len)
+    _tell_fixed_rope_base(model_config, longest_view(config, memory.max_model_len))
     # Reading files and compiling wait for different things: side by side they take two seconds less.
     loader = concurrent.futures.ThreadPoolExecutor(1)
     try:
@@ -205,7 +205,8 @@ def cascade_cost(config: EngineConfig, model: ModelConfig) -> CascadeCost | None
 
 
 def _scheduler_config(config: EngineConfig, model: ModelConfig, origin: str) -> SchedulerConfig:
-    fingerprint = f"{origin}|{model}|{config.dtype}|{config.kv_cache_dtype}|{config.kv_rotation}"
+    storage = f"{config.kv_cache_dtype}|{config.kv_rotation}|{config.kv_window}|{num_sinks(config)}"
+    fingerprint = f"{origin}|{model}|{config.dtype}|{storage}"
     return SchedulerConfig(
         policy=config.scheduling_policy,
         decode_steps=config.decode_steps,
@@ -215,6 +216,8 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig, origin: str) -> 
         eviction_lookahead=config.eviction_lookahead,
         ghost_blocks=config.ghost_blocks,
         max_pinned_blocks=config.max_pinned_blocks,
+        window_sizes=model.windows_within(config.kv_window),
+        num_sinks=num_sinks(config),
         cascade=cascade_cost(config, model),
         seed=config.seed,
         eos_token_ids=model.eos_token_ids,

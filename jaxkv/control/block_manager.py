@@ -155,9 +155,11 @@ class BlockManager:
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each of a request's blocks, given in order, the tail first.
 
-        Blocks left without references stay cached if the index can find them.
+        Blocks left without references stay cached if the index can find them. Null blocks in between are nobody's.
         """
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             count = self._ref_count[block] - 1
             assert count >= 0, f"block {block} is freed more often than it was taken"
             self._ref_count[block] = count
@@ -221,6 +223,6 @@ class BlockManager:
         assert all(block in self._index for block in self._is_tail), "a tail cannot be found"
         self._index.check()
         if owners is not None:
-            expected = collections.Counter(block for blocks in owners for block in blocks)
+            expected = collections.Counter(block for blocks in owners for block in blocks if block != NULL_BLOCK)
             actual = {block: self._ref_count[block] for block in owned}
             assert actual == dict(expected), f"Expected reference counts {dict(expected)}, got {actual}"

@@ -20,10 +20,11 @@ plan is complete, or it might be the target of another copy.
 
 import dataclasses
 
-from jaxkv.control.block_manager import BlockManager
+from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import TOKEN_BYTES, BlockHash, chain_hashes, num_common, token_bytes
 from jaxkv.control.request_state import RequestState, Status
+from jaxkv.control.retention import Retention
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
@@ -39,7 +40,7 @@ class PrefixHit:
     """The longest cached prefix of a request's known tokens, short of the last one.
 
     Attributes:
-      blocks: shared whole, in order; num_full_tokens: in them.
+      blocks: shared whole, in order, the null block where none is needed (see retention); num_full_tokens: in them.
       source / num_head_tokens: block whose head is to be copied behind them, or None and 0.
       num_early_tokens: behind these, in a block that the plan under construction writes: to be copied in the next one.
       num_dropped_tokens: found, but there is no block to copy them to.
@@ -62,7 +63,10 @@ class PrefixHit:
 
     @property
     def used_blocks(self) -> tuple[int, ...]:
-        return self.blocks if self.source is None else (*self.blocks, self.source)
+        blocks = self.blocks
+        if NULL_BLOCK in blocks:
+            blocks = tuple([block for block in blocks if block != NULL_BLOCK])
+        return blocks if self.source is None else (*blocks, self.source)
 
     def without_head(self) -> "PrefixHit":
         return dataclasses.replace(self, source=None, num_head_tokens=0, num_dropped_tokens=self.num_head_tokens)
@@ -83,32 +87,40 @@ def _tail_names(state: RequestState, place: int, tokens: bytes) -> tuple[BlockHa
 
 
 class PrefixSharing:
-    """The scheduler's way to the prefix index: `find`, `take`, `publish`, and once a plan `end_admissions`.
+    """The scheduler's way to the prefix index: `find`, `take`, `publish`, `give_back`, and once a plan `end_admissions`.
 
     Attributes:
       pins: prefixes that are kept whatever comes.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, stats: PrefixCacheStats):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        stats: PrefixCacheStats,
+        retention: Retention | None = None,
+    ):
         self._is_enabled = config.enable_prefix_caching
         self._share_partial = config.share_partial_blocks
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._stats = stats
+        self._retention = retention
         self.pins = PinnedPrefixes(blocks, config.cache_root, config.max_pinned_blocks)
         self._copies: list[BlockCopy] = []  # of the plan under construction
         self._new_heads: dict[BlockHash, list[tuple[int, bytes]]] = {}  # of blocks that it writes, by the block before
 
     def find(self, state: RequestState) -> PrefixHit:
         """Changes nothing: `take` must follow before anything else is allocated."""
-        if (parent := _running_parent(state)) is not None:
-            return self._find_in_parent(state, parent)
+        parent = _running_parent(state)
+        if parent is not None and (hit := self._find_in_parent(state, parent)) is not None:
+            return hit
         if not self._is_enabled:
             return PrefixHit()
         size, num_known = self._block_size, len(state.token_ids)
         state.extend_hashes(size)
         index = self._blocks.index
-        blocks = self._blocks.match(state.block_hashes[: num_known // size]).blocks
+        blocks = self._match(state.block_hashes[: num_known // size], num_known)
         num_full = len(blocks) * size
         source, num_head = None, 0
         if num_full == num_known:  # even the last token: the last block is not shared, but copied but for that token
@@ -122,15 +134,30 @@ class PrefixSharing:
         num_head, num_new = (min(num, num_known - 1 - num_full) for num in (num_head, num_new))
         if num_head == 0 or not self._share_partial or not index.has_head(source):
             source, num_head = None, 0
+        if self._retention is not None:
+            blocks = self._retention.seen_of(blocks)
         hit = PrefixHit(blocks, num_full, source, num_head, max(0, num_new - num_head), is_complete=is_complete)
         return hit.unused() if state.needs_prompt_logits else hit
 
-    def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit:
-        """A fork's known tokens are the first ones of its parent: all but the last are shared, published or not."""
+    def _match(self, hashes: list[BlockHash], num_known: int) -> tuple[int, ...]:
+        """The leading blocks of these names that need not be computed; null blocks where nothing looks any more."""
+        if self._retention is None:
+            return self._blocks.match(hashes).blocks
+        found = [self._blocks.index.find(name) for name in hashes]
+        return tuple([block or NULL_BLOCK for block in found[: self._retention.num_findable(found, num_known)]])
+
+    def _find_in_parent(self, state: RequestState, parent: RequestState) -> PrefixHit | None:
+        """A fork's known tokens are the first ones of its parent: all but the last are shared, published or not. None when
+        the parent has gone on and given back what the fork needs."""
         num_shared = len(state.token_ids) - 1
         num_blocks, num_head = divmod(num_shared, self._block_size)
+        blocks = tuple(parent.blocks[:num_blocks])
+        if self._retention is not None:
+            if parent.num_kept_from > self._retention.first_seen(num_blocks * self._block_size):
+                return None
+            blocks = self._retention.seen_of(blocks)
         source = parent.blocks[num_blocks] if num_head else None
-        return PrefixHit(tuple(parent.blocks[:num_blocks]), num_shared - num_head, source, num_head, is_complete=True)
+        return PrefixHit(blocks, num_shared - num_head, source, num_head, is_complete=True)
 
     def _num_in_new_heads(self, state: RequestState, place: int) -> int:
         """Tokens from this block on that stand at the head of a block which this plan writes."""
@@ -148,6 +175,8 @@ class PrefixSharing:
         if (parent := _running_parent(state)) is not None:  # or the blocks that follow would hang in the air
             self.publish(parent, hit.num_full_tokens, planned=False)
         self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
+        if self._retention is not None:
+            state.num_kept_from = self._retention.kept_from(hit.blocks)
         num_hits = len(hit.blocks)
         # The copy of a whole block takes no findable block of that content: others may copy from it in this plan.
         is_copy = hit.is_complete and hit.source is not None
@@ -186,10 +215,25 @@ class PrefixSharing:
             if num_found < num_tail and self._register(state, num_full, tokens, *names, planned):
                 state.num_tail_tokens = num_tail
 
+    def give_back(self, state: RequestState) -> None:
+        """Free what no token that is still to be planned looks at."""
+        start, end = state.num_kept_from, self._retention.first_seen(state.num_scheduled)
+        if end <= start:
+            return
+        if end > state.num_published_blocks:  # under full names where the tokens are known
+            self.publish(state, min(state.num_computed, end * self._block_size), planned=False)
+            if end > state.num_published_blocks:
+                state.num_tail_tokens = 0
+        self._blocks.free(state.blocks[start:end])
+        state.blocks[start:end] = [NULL_BLOCK] * (end - start)
+        state.num_kept_from = end
+
     def _register(
         self, state: RequestState, place: int, tokens: bytes, name: BlockHash, unsalted: BlockHash | None, planned: bool
     ) -> bool:
         block, parent = state.blocks[place], state.parent_hash(place)
+        if block == NULL_BLOCK:
+            return False
         is_tail = len(tokens) < self._block_size * TOKEN_BYTES
         if not self._blocks.register(block, name, parent, unsalted, is_tail=is_tail):
             return False

@@ -48,6 +48,7 @@ class RequestState:
       sampling: the request's, with a concrete seed.
       max_total_tokens: prompt plus output at which it ends with LENGTH.
       blocks: owned block ids in order; the device's table knows the first num_uploaded_blocks of them.
+      num_kept_from: place of the first block behind the sinks' that has not been given back (see retention).
       block_hashes: of the leading full blocks, as far as computed; the first num_published_blocks are findable.
       block_tokens: `token_bytes` of the same blocks.
       unsalted_hashes: of the same blocks as if the request had no salt; empty when it has none.
@@ -77,6 +78,7 @@ class RequestState:
     row: int = -1
     decode_row: DecodeRow | None = None
     blocks: list[int] = dataclasses.field(default_factory=list)
+    num_kept_from: int = 0
     num_uploaded_blocks: int = 0
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     block_tokens: list[bytes] = dataclasses.field(default_factory=list)
@@ -262,7 +264,7 @@ def new_request_state(
 
     `parent`: whose tokens it continues, for a fork.
     """
-    max_total_tokens = _max_total_tokens(request, limits, config.max_pinned_blocks)
+    max_total_tokens = _max_total_tokens(request, limits, config)
     sampling = request.sampling
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=_derive_seed(config.seed, arrival_number))
@@ -312,15 +314,19 @@ def _inherit(state: RequestState, parent: RequestState) -> None:
         )
 
 
-def _max_total_tokens(request: Request, limits: ExecutorLimits, max_pinned_blocks: int) -> int:
+def _max_total_tokens(request: Request, limits: ExecutorLimits, config: SchedulerConfig) -> int:
     """Prompt plus output at which the request ends: as asked, at most max_model_len.
 
     A max_tokens of None also stops at what the whole pool holds; one that asks for more than the pool holds is refused.
     """
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    max_pinned_blocks = config.max_pinned_blocks
     num_usable = limits.num_blocks - 1 - max_pinned_blocks
     # The last token's KV is never computed, so one token more than the pool holds can be produced.
     pool_tokens = num_usable * limits.block_size + 1
+    retention = config.retention(limits)
+    if retention is not None and retention.max_blocks <= num_usable:
+        pool_tokens = limits.max_model_len + 1
     if max_tokens is None:
         total = max(num_prompt + 1, min(limits.max_model_len, pool_tokens))
     else:

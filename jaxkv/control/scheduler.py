@@ -69,9 +69,13 @@ class Scheduler:
             policy if lookahead is None else lookahead,
             num_ghosts=config.ghost_blocks,
         )
-        self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache)
+        self.retention = config.retention(limits)
+        self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache, self.retention)
         self.prefix_groups = PrefixGroups(
-            config.cascade, block_size=limits.block_size, max_groups=limits.max_prefix_groups
+            # Not where a window hides a part of the prefix, another one from each row.
+            config.cascade if self.retention is None else None,
+            block_size=limits.block_size,
+            max_groups=limits.max_prefix_groups,
         )
         self.waiting = WaitingQueue(lookahead, config.eviction_lookahead)
         self.running: list[RequestState] = []  # sorted by rank
@@ -191,7 +195,7 @@ class Scheduler:
             if budget <= 0 or len(chunks) == self.limits.max_prefill_seqs:
                 break
             if not state.is_decoding:
-                budget -= self._add_chunk(state, budget, chunks, flights)
+                budget -= self._add_chunk(state, budget, chunks, flights, updates)
         # A step that took blocks away gives none out, or the victim's place would be refilled at once.
         if self.stats.preemptions == preemptions:
             early: list[RequestState] = []  # their time is the next plan
@@ -213,10 +217,10 @@ class Scheduler:
                 if not state.has_waited_for_copy and hit.num_early_tokens * 4 >= self.blocks.block_size:
                     state.has_waited_for_copy = True
                     early.append(self.waiting.pop())
-                    num_kept += self._num_blocks(len(state.token_ids)) - len(hit.blocks) + 1
+                    num_kept += self._num_missing(state, hit) + 1
                     continue
                 updates.append(self._admit(self.waiting.pop(), hit, now))
-                budget -= self._add_chunk(state, budget, chunks, flights)
+                budget -= self._add_chunk(state, budget, chunks, flights, updates)
             for state in early:
                 self.waiting.push(state)
         copies = self.prefixes.end_admissions()
@@ -264,6 +268,8 @@ class Scheduler:
         decoding, remaining = [], []
         for state in self.running.copy():  # victims come later in this order, so none is in `decoding` already
             if not state.is_decoding:  # still prefilling, or preempted just now
+                if self.retention is not None and state.status is Status.RUNNING:
+                    self._has_room(state)
                 continue
             left = state.num_remaining
             if left <= 0:
@@ -272,13 +278,20 @@ class Scheduler:
                 if state.num_sampled_in_flight:  # its mask hangs on that token
                     continue
                 left = 1
-            if (state.num_computed + state.num_in_flight) // block_size == len(state.blocks):
-                if self.blocks.num_free == 0 and not self._make_room(state):
-                    continue
-                state.blocks += self.blocks.allocate(1)
-            decoding.append(state)
-            remaining.append(left)
+            if (state.num_computed + state.num_in_flight) // block_size < len(state.blocks) or self._has_room(state):
+                decoding.append(state)
+                remaining.append(left)
         return decoding, remaining
+
+    def _has_room(self, state: RequestState) -> bool:
+        """A block for the request's next token, which others may have to give; False when it is preempted itself."""
+        if self.retention is not None:
+            self.prefixes.give_back(state)
+        if state.num_scheduled // self.limits.block_size == len(state.blocks):
+            if self.blocks.num_free == 0 and not self._make_room(state):
+                return False
+            state.blocks += self.blocks.allocate(1)
+        return True
 
     def _make_room(self, needer: RequestState) -> bool:
         """Preempt a request of a worse rank; failing that the needer itself, then False.
@@ -317,14 +330,13 @@ class Scheduler:
             return None
         hit = self.prefixes.find(state)
         headroom = len(self.running) + 1 + num_kept if self.running else 0
-        needed = self._num_blocks(len(state.token_ids)) - len(hit.blocks) + headroom
-        if self.blocks.num_free_without(hit.used_blocks) >= needed:
-            return hit
-        hit = hit.without_head()  # the block to copy from may be the one that is missing
-        return hit if self.blocks.num_free_without(hit.used_blocks) >= needed else None
+        for hit in (hit, hit.without_head()):  # the block to copy from may be the one that is missing
+            if self.blocks.num_free_without(hit.used_blocks) >= self._num_missing(state, hit) + headroom:
+                return hit
+        return None
 
     def _admit(self, state: RequestState, hit: PrefixHit, now: float) -> RowUpdate:
-        self.prefixes.take(state, hit, self._num_blocks(len(state.token_ids)))
+        self.prefixes.take(state, hit, len(hit.blocks) + self._num_missing(state, hit))
         state.row = heapq.heappop(self._free_rows)
         state.decode_row = DecodeRow(state.request_id, state.row)
         state.status = Status.RUNNING
@@ -340,10 +352,23 @@ class Scheduler:
         self.prefix_groups.add(state)
         return RowUpdate(state.row, 0, tuple(state.blocks), state.admission())
 
-    def _add_chunk(self, state: RequestState, budget: int, chunks: list[PrefillChunk], flights: list[Flight]) -> int:
+    def _add_chunk(
+        self,
+        state: RequestState,
+        budget: int,
+        chunks: list[PrefillChunk],
+        flights: list[Flight],
+        updates: list[RowUpdate],
+    ) -> int:
         """Plan the next chunk of at most `budget` known tokens; returns its length."""
         start = state.num_scheduled
         end = min(start + budget, len(state.token_ids))
+        missing = self._num_blocks(end) - len(state.blocks)
+        if missing > 0:  # only where blocks are given back on the way: else all are there from the admission on
+            state.blocks += self.blocks.allocate(min(missing, self.blocks.num_free))
+            end = min(end, len(state.blocks) * self.limits.block_size)
+        if state.num_uploaded_blocks < len(state.blocks):
+            updates.append(state.untold_blocks())
         chunk = state.chunk(start, end)
         chunks.append(chunk)
         flights.append(Flight(state, end - start, int(chunk.is_last), len(chunk.targets)))
@@ -468,7 +493,7 @@ class Scheduler:
         self.blocks.free(state.blocks)
         state.row, state.decode_row = -1, None
         state.blocks = []
-        state.num_uploaded_blocks = state.num_published_blocks = state.num_tail_tokens = 0
+        state.num_uploaded_blocks = state.num_published_blocks = state.num_tail_tokens = state.num_kept_from = 0
         state.num_computed = state.num_in_flight = 0
         state.is_decoding = False
         if state.choice is not None:
@@ -488,7 +513,14 @@ class Scheduler:
         rows = [state.row for state in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.max_num_seqs)), "a row leaked or is used twice"
         self.prefix_groups.check(self.running)
-        check_states(self.running, list(self.waiting), self._live.values(), self.limits.block_size)
+        check_states(self.running, list(self.waiting), self._live.values(), self.limits.block_size, self.retention)
+
+    def _num_missing(self, state: RequestState, hit: PrefixHit) -> int:
+        """Blocks that an admission takes beside those of the hit."""
+        num_known = len(state.token_ids)
+        retention = self.retention
+        end = self._num_blocks(num_known) if retention is None else retention.end(hit.num_tokens, num_known)
+        return end - len(hit.blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)

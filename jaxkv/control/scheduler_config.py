@@ -6,6 +6,7 @@ from typing import Literal
 from jaxkv.control.cascade_cost import CascadeCost
 from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.retention import Retention, retention_of
 from jaxkv.core.errors import ConfigError
 
 
@@ -25,6 +26,8 @@ class SchedulerConfig:
       eos_token_ids: end a request unless it ignores them.
       vocab_size: token ids of requests must be below it.
       max_logprobs: most alternatives a token that a request may ask for.
+      window_sizes: of the model's layers, as far as each sees back; None: everything. num_sinks: first tokens that are seen
+        beside. They decide what a running request gives back.
       cascade: what attending to a shared prefix once saves and costs; None: it is never done.
       cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
     """
@@ -41,8 +44,15 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**31
     max_logprobs: int = 20
+    window_sizes: tuple[int | None, ...] = ()
+    num_sinks: int = 0
     cascade: CascadeCost | None = None
     cache_root: bytes = b""
+
+    def retention(self, limits: ExecutorLimits) -> Retention | None:
+        return retention_of(
+            self.window_sizes, self.num_sinks, block_size=limits.block_size, max_chunk=limits.max_num_batched_tokens
+        )
 
     def check(self, limits: ExecutorLimits) -> None:
         """Raises ConfigError for what cannot work on an executor with these limits."""

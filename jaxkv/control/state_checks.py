@@ -2,11 +2,17 @@
 
 from collections.abc import Collection, Sequence
 
+from jaxkv.control.block_manager import NULL_BLOCK
 from jaxkv.control.request_state import RequestState, Status
+from jaxkv.control.retention import Retention
 
 
 def check_states(
-    running: Sequence[RequestState], waiting: Sequence[RequestState], live: Collection[RequestState], block_size: int
+    running: Sequence[RequestState],
+    waiting: Sequence[RequestState],
+    live: Collection[RequestState],
+    block_size: int,
+    retention: Retention | None = None,
 ) -> None:
     """Every live request is in one place, in order, and its counts fit what it owns."""
     assert list(running) == sorted(running, key=lambda state: state.rank), "running requests are out of order"
@@ -22,6 +28,11 @@ def check_states(
         known = len(state.token_ids) + state.num_sampled_in_flight
         assert state.num_scheduled == known - 1 if state.is_decoding else state.num_scheduled < known, state
         assert state.num_scheduled <= len(state.blocks) * block_size, state
+        num_sink_blocks = 0 if retention is None else min(retention.num_sink_blocks, len(state.blocks))
+        given_back = range(num_sink_blocks, state.num_kept_from)
+        assert all((block == NULL_BLOCK) == (place in given_back) for place, block in enumerate(state.blocks)), state
+        if given_back:
+            assert state.num_kept_from <= retention.first_seen(state.num_scheduled), "a block that is seen was given back"
         if state.awaits_masks:
             assert state.num_sampled_in_flight <= 1, "a token is chosen before its mask is known"
 

@@ -49,6 +49,11 @@ class EngineConfig:
     """Stored KV format, or two for keys and values (int8,int4); auto is the weights' dtype."""
     kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
     """Rotate keys and values before they are stored, which makes their numbers alike; auto does where keys are int8 or int4."""
+    kv_window: int | None = None
+    """Tokens that every layer sees back and a request keeps in the cache, beside its kv_sinks first ones: endless
+    generation in bounded memory, which forgets what is further back. None: as far as the model sees."""
+    kv_sinks: int = 4
+    """With kv_window: so many of a request's first tokens stay."""
     max_num_seqs: int | None = None
     """Most requests that decode together: 16 on CPU, 256 on GPU unless set."""
     max_num_batched_tokens: int | None = None

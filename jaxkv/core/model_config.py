@@ -68,6 +68,12 @@ class ModelConfig:
         """G: query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    def windows_within(self, most: int | None) -> tuple[int | None, ...]:
+        """`window_sizes` where no layer may see more than `most` tokens back; None: as they are."""
+        if most is None:
+            return self.window_sizes
+        return tuple([most if window is None else min(window, most) for window in self.window_sizes])
+
     def num_parameters(self) -> int:
         """Scalars stored for this architecture (a tied head is counted once)."""
         e, f, d = self.hidden_size, self.intermediate_size, self.head_dim

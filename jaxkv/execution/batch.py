@@ -9,7 +9,9 @@ import numpy as np
 
 from jaxkv.core.plan import PrefillChunk, PrefixGroup
 from jaxkv.execution.decode_state import NO_TOKEN
+from jaxkv.models.llama import Sinks
 from pallas_kernels.attention_options import AttentionOptions
+from pallas_kernels.attention_output import AttentionOutput, merge
 from pallas_kernels.cascade import RowGroups, cascade_attention
 from pallas_kernels.decode_attention import SplitPlan, decode_attention, plan_decode
 from pallas_kernels.kv_write import kv_write
@@ -92,8 +94,10 @@ class PrefillAttention:
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
-    def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
-        return prefill_attention(
+    def attend(
+        self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None, sinks: Sinks | None = None
+    ) -> jax.Array:
+        output = prefill_attention(
             q,
             kv,
             self.block_table,
@@ -101,7 +105,27 @@ class PrefillAttention:
             self.context_lens,
             AttentionOptions(scale, window),
             implementation=self.implementation,
-        ).out
+        )
+        return (output if sinks is None else merge(output, self._attend_sinks(sinks, kv, scale, window))).out
+
+    def _attend_sinks(self, sinks: Sinks, kv: LayerKV, scale: float, window: int) -> AttentionOutput:
+        """A chunk is two here: its tokens that are in the first window, and see no sinks, and the others, the first of
+        which stands so far behind the sinks as behind its window."""
+        q_lens = self.cu_q_lens[1:] - self.cu_q_lens[:-1]
+        near = jnp.clip(window - self.context_lens, 0, q_lens)
+        starts = jnp.stack([self.cu_q_lens[:-1], self.cu_q_lens[:-1] + near], axis=1).reshape(-1)
+        behind = jnp.maximum(self.context_lens + near - window, 0)
+        nothing = jnp.zeros_like(q_lens)
+        return prefill_attention(
+            sinks.q,
+            kv,
+            jnp.repeat(self.block_table[:, : -(-sinks.count // kv.block_size)], 2, axis=0),
+            jnp.append(starts, self.cu_q_lens[-1]),
+            jnp.stack([nothing, behind], axis=1).reshape(-1),
+            AttentionOptions(scale),
+            kv_lens=jnp.stack([nothing, jnp.full_like(q_lens, sinks.count)], axis=1).reshape(-1),
+            implementation=self.implementation,
+        )
 
     def of_last_tokens(self) -> "DecodeAttention":
         """For the last token of each chunk alone, once all keys and values are written; padding sees nothing."""
@@ -146,7 +170,9 @@ class DecodeAttention:
     def write(self, kv: LayerKV, k: jax.Array, v: jax.Array) -> LayerKV:
         return kv_write(kv, k, v, self.slots, implementation=self.implementation)
 
-    def attend(self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None) -> jax.Array:
+    def attend(
+        self, q: jax.Array, kv: LayerKV, *, scale: float, window: int | None, sinks: Sinks | None = None
+    ) -> jax.Array:
         options = AttentionOptions(scale, window)
         if self.groups is not None and window is None:
             return cascade_attention(
@@ -159,7 +185,7 @@ class DecodeAttention:
                 plan=self.plans.get(0),
                 implementation=self.implementation,
             ).out
-        return decode_attention(
+        output = decode_attention(
             q,
             kv,
             self.block_table,
@@ -167,4 +193,15 @@ class DecodeAttention:
             options,
             plan=self.plans.get(window or 0),
             implementation=self.implementation,
-        ).out
+        )
+        if sinks is not None:
+            seen = decode_attention(
+                sinks.q,
+                kv,
+                self.block_table[:, : -(-sinks.count // kv.block_size)],
+                jnp.clip(self.seq_lens - window, 0, sinks.count),
+                AttentionOptions(scale),
+                implementation=self.implementation,
+            )
+            output = merge(output, seen)
+        return output.out

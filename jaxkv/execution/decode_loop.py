@@ -54,7 +54,7 @@ def decode_one(
         seq_lens=jnp.where(active, position + 1, 0),
         groups=groups,
         implementation=implementation,
-    ).planned(layers[0], model.config.window_sizes)
+    ).planned(layers[0], model.config.windows_within(model.storage.window))
     hidden, layers = model(rows.last_token, position, layers, attention)
     logits = model.logits(hidden)
     adjusted = adjust(logits, rows, adjustments, row_ids, active & (rows.min_left > 0))

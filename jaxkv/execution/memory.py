@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import psutil
 
+from jaxkv.control.retention import Retention
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.units import human_bytes
@@ -50,6 +51,7 @@ class MemoryPlan:
       available: bytes the engine may use in all.
       num_blocks: usable blocks; the null block comes on top.
       max_model_len: longest request served.
+      retention: what a request keeps of its blocks; None: all of them.
     """
 
     needs: MemoryNeeds
@@ -57,6 +59,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    retention: Retention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,13 +77,13 @@ class MemoryPlan:
 
     def concurrency(self, num_tokens: int) -> float:
         """How many requests of `num_tokens` tokens the pool holds at once, when they share nothing."""
-        return self.num_blocks / -(-num_tokens // self.block_size)
+        return self.num_blocks / _blocks_of(num_tokens, self.block_size, self.retention)
 
     def lines(self) -> list[str]:
         """What is said at start."""
         needs = self.needs
         source = "from the compiler" if needs.compiled else "at least; the compiler has not run"
-        return [
+        lines = [
             f"Memory available to the engine: {human_bytes(self.available)}",
             f"Weights: {human_bytes(needs.weights)}",
             f"Decode state (block tables and token counts of the rows): {human_bytes(needs.decode_state)}",
@@ -90,6 +93,17 @@ class MemoryPlan:
             f"KV cache size: {self.num_tokens:,} tokens",
             f"Maximum concurrency for {self.max_model_len:,} tokens a request: {self.max_concurrency:.2f}x",
         ]
+        if self.retention is not None:
+            most = self.retention.max_blocks
+            lines.append(
+                f"Windows: a request keeps at most {most * self.block_size:,} tokens ({most:,} blocks), however long it gets"
+            )
+        return lines
+
+
+def _blocks_of(num_tokens: int, block_size: int, retention: Retention | None) -> int:
+    """Most that a request of `num_tokens` tokens holds at once."""
+    return -(-num_tokens // block_size) if retention is None else retention.num_blocks(num_tokens)
 
 
 def available_memory() -> int:
@@ -121,6 +135,7 @@ def plan_memory(
     block_size: int,
     model_limit: int,
     most_blocks: int | None = None,
+    retention: Retention | None = None,
 ) -> MemoryPlan:
     """How many blocks there will be and how long a request may get.
 
@@ -129,6 +144,7 @@ def plan_memory(
       available: bytes the engine may use in all (see available_memory).
       model_limit: longest sequence the model itself allows.
       most_blocks: blocks, the null block included, that the kernels can address; the rest of the memory stays free.
+      retention: what a request keeps of its blocks; None: all of them.
 
     Raises ConfigError with the numbers and the largest setting that would fit.
     """
@@ -149,8 +165,11 @@ def plan_memory(
         num_blocks = max(budget // block_bytes - 1, 0)
         if most_blocks is not None:
             num_blocks = min(num_blocks, most_blocks - 1)
-    max_model_len = config.max_model_len or min(model_limit, max(num_blocks, 1) * block_size)
-    wanted_blocks = -(-max_model_len // block_size)
+    pool_limit = max(num_blocks, 1) * block_size
+    if retention is not None and num_blocks >= retention.max_blocks:
+        pool_limit = model_limit
+    max_model_len = config.max_model_len or min(model_limit, pool_limit)
+    wanted_blocks = _blocks_of(max_model_len, block_size, retention)
 
     if (num_blocks + 1) * block_bytes > left:
         raise ConfigError(_does_not_fit(config, needs, available, num_blocks, block_size, platform, model_limit))
@@ -163,7 +182,7 @@ def plan_memory(
             f"{setting} so that the KV cache gets at least {_exact((wanted_blocks + 1) * block_bytes)} "
             f"(num_gpu_blocks_override: {wanted_blocks:,})"
         )
-    return MemoryPlan(needs, available, num_blocks, block_size, max_model_len)
+    return MemoryPlan(needs, available, num_blocks, block_size, max_model_len, retention)
 
 
 def _exact(num_bytes: int) -> str:

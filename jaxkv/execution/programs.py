@@ -31,7 +31,7 @@ from jaxkv.execution.kv_cache import KVCache, empty_cache
 from jaxkv.execution.logit_adjustments import apply_adjustments, apply_masks, pack_adjustments, pack_masks
 from jaxkv.execution.prefill import first_tokens, prefill_step
 from jaxkv.execution.step_output import StepOutput
-from jaxkv.models.llama import Llama
+from jaxkv.models.llama import KVStorage, Llama
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.cascade import RowGroups
 
@@ -64,7 +64,7 @@ class ProgramShapes:
       prefill_buckets: padded token counts T, rising. decode_buckets: padded row counts B, rising.
       cascade_buckets: those of them that rows with shared prefixes can run in; none without limits.max_prefix_groups.
       num_top: logprob alternatives computed when a row asks.
-      rotates_kv: see models.kv_rotation.
+      storage: see models.llama.KVStorage.
       cache_as_bits: for XLA:CPU, which converts pools of 16-bit floats whole (see LayerKV).
     """
 
@@ -77,7 +77,7 @@ class ProgramShapes:
     num_top: int
     implementation: str
     cascade_buckets: tuple[int, ...] = ()
-    rotates_kv: bool = False
+    storage: KVStorage = KVStorage()
     cache_as_bits: bool = False
 
     @property
@@ -117,11 +117,13 @@ def bucket_for(buckets: tuple[int, ...], size: int) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
-def abstract_model(config: ModelConfig, *, dtype: str, max_model_len: int, rotates_kv: bool = False) -> Llama:
+def abstract_model(
+    config: ModelConfig, *, dtype: str, max_model_len: int, storage: KVStorage = KVStorage()
+) -> Llama:
     """The model with shapes in place of weights."""
 
     def build() -> Llama:
-        return Llama(config, dtype=jnp.dtype(dtype), max_model_len=max_model_len, rotates_kv=rotates_kv)
+        return Llama(config, dtype=jnp.dtype(dtype), max_model_len=max_model_len, storage=storage)
 
     return nnx.eval_shape(build)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention_options import AttentionOptions
-from pallas_kernels.kv_write.cases import PagedRows, paged_rows
+from pallas_kernels.kv_write.cases import PagedRows, give_back, paged_rows
 
 # What the drawn cases combine, field by field.
 CHOICES = {
@@ -75,6 +75,7 @@ def decode_inputs(case: DecodeCase, seed: int = 0) -> DecodeInputs:
         kv_format=case.stored,
         num_shared=128 if min(case.seq_lens[-2:]) > 128 else 0,
     )
+    give_back(rows.block_table, [length - 1 for length in case.seq_lens], case.window, case.block_size)
     q = rng.standard_normal((len(case.seq_lens), case.num_heads, case.head_dim), np.float32)
     sinks = rng.standard_normal(case.num_heads, np.float32) if case.sinks else None
     return DecodeInputs(q.astype(jnp.dtype(case.dtype)), rows, np.asarray(case.seq_lens, np.int32), sinks)

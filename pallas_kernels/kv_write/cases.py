@@ -6,6 +6,7 @@ one too many shows it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,6 +68,14 @@ def paged_rows(
         rows_k.append(k)
         rows_v.append(v)
     return PagedRows(jax.tree.map(jnp.asarray, pool), table, rows_k, rows_v)
+
+
+def give_back(table: np.ndarray, first_queries: Sequence[int], window: int | None, block_size: int) -> None:
+    """Put the null block, which is poisoned, in the places of an i32[S, M] table that no query at or behind each row's
+    first one sees."""
+    for row, position in enumerate(first_queries):
+        if window is not None:
+            table[row, : max(0, (position + 1 - window) // block_size)] = 0
 
 
 def random_pool(

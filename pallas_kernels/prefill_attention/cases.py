@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.decode_attention.cases import drawn
-from pallas_kernels.kv_write.cases import PagedRows, paged_rows
+from pallas_kernels.kv_write.cases import PagedRows, give_back, paged_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,7 @@ def prefill_inputs(case: PrefillCase, seed: int = 0) -> PrefillInputs:
         kv_format=case.stored,
         num_shared=128 if len(seq_lens) > 1 and min(seq_lens[-2:]) > 128 else 0,
     )
+    give_back(rows.block_table, [context for context, _ in case.chunks], case.window, case.block_size)
     query_lens = [query for _, query in case.chunks]
     num_tokens = sum(query_lens) + case.num_padding
     q = rng.standard_normal((num_tokens, case.num_heads, case.head_dim), np.float32)

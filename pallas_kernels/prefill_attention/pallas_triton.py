@@ -148,6 +148,8 @@ def _kernel(
         largest, total, acc = carry
         first, offset = i * tile.tokens, jnp.arange(tile.tokens, dtype=jnp.int32)
         owned = first + offset < chunk.num_keys if masked else None
+        if masked and options.window is not None:  # what is behind every window may be somebody else's already
+            owned &= first + offset > chunk.begin + chunk.shift - options.window
         if block_size >= tile.tokens:
             tiles = block_size // tile.tokens  # a block
             block = plt.load(table_ref.at[chunk.seq, _div(i, tiles)])

@@ -71,11 +71,13 @@ def prefill_attention(
                 blocks = jax.lax.dynamic_slice_in_dim(blocks_of_seq, kv_index * tile_blocks, tile_blocks)
                 kv_position = kv_index * kv_tile + jnp.arange(kv_tile)
                 owned = kv_position < end
+                if window is not None:  # what is behind every window may be somebody else's already
+                    owned &= kv_position > position[0] - window
 
                 tokens = gather_tokens(kv, blocks)  # [K, tile, D]
                 seen = kv_position <= position[:, None]  # [Q, tile]
                 if kv_lens is not None:
-                    seen &= owned
+                    seen &= kv_position < end
                 if window is not None:
                     seen &= kv_position > position[:, None] - window
                 seen = jnp.tile(seen, (group, 1))  # [G*Q, tile]

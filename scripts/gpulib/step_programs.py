@@ -15,6 +15,7 @@ from jaxkv.capacity import shard
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.model_config import ModelConfig, RopeConfig
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
+from jaxkv.models.llama import KVStorage
 
 _LLAMA = {
     "architecture": "LlamaForCausalLM",
@@ -111,10 +112,10 @@ def programs(model: ModelConfig, kv_format: str, implementation: str, *, num_blo
         decode_buckets=(BUCKETS["decode"],),
         num_top=20,
         implementation=implementation,
-        rotates_kv=kv_format in ("int8", "int4"),  # as kv_rotation=auto does
+        storage=KVStorage(rotates=kv_format in ("int8", "int4")),  # as kv_rotation=auto does
     )
     abstract = abstract_model(
-        model, dtype="bfloat16", max_model_len=limits.max_model_len, rotates_kv=shapes.rotates_kv
+        model, dtype="bfloat16", max_model_len=limits.max_model_len, storage=shapes.storage
     )
     return Programs(abstract, shapes)
 

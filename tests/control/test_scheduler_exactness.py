@@ -9,17 +9,21 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason
 from jaxkv.core.request import FinishReason, SamplingParams
 from tests.support.history_executor import VOCAB
-from tests.support.scheduler_driver import Driver, add_random, fork_random, random_setup
+from tests.support.scheduler_driver import Driver, add_random, fork_random, random_setup, with_windows
 
 
-def test_long_random_runs_are_exact():
+@pytest.mark.parametrize("windowed", [False, True])
+def test_long_random_runs_are_exact(windowed):
     """Fewer surprises than hypothesis finds, but deep queues and thousands of steps on one pool."""
     forced = preemptions = shared = 0
     cached_by, missed = [0, 0], dict.fromkeys(MissReason, 0)
     forks = cascade_rows = 0
     for seed in range(80):
         rng = random.Random(seed)
-        driver = Driver(*random_setup(rng))
+        limits, config, depth = random_setup(rng)
+        if windowed:
+            limits, config = with_windows(limits, config, rng)
+        driver = Driver(limits, config, depth)
         for _ in range(150):
             move = rng.random()
             if move < 0.15 and len(driver.expected) < 40:
@@ -47,7 +51,7 @@ def test_long_random_runs_are_exact():
         for reason, count in cache.missed.items():
             missed[reason] += count
     # Else the runs did not exercise what they are for.
-    assert forks > 200 and cascade_rows > 200
+    assert forks > 200 and (cascade_rows == 0 if windowed else cascade_rows > 200)
     assert preemptions - forced > 100 and shared > 1000 and min(cached_by) > 300
     assert {reason for reason, count in missed.items() if count > 10} == set(MissReason)
 

@@ -9,14 +9,14 @@ from flax import nnx
 
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.models.kv_rotation import _by_product, fold_into_weights, hadamard
-from jaxkv.models.llama import Llama
+from jaxkv.models.llama import KVStorage, Llama
 from tests.support.paged_forward import paged_logits
 from tests.support.tiny_models import model_of, parse, random_tensors, random_tokens, tiny_config
 
 
 def rotated(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Llama:
     folded = fold_into_weights(model_of(config, tensors))
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.float32, rotates_kv=True)))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=jnp.float32, storage=KVStorage(rotates=True))))
     return nnx.merge(graphdef, nnx.state(folded))
 
 

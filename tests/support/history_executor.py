@@ -1,13 +1,15 @@
 """An executor that remembers what every block holds.
 
-It keeps, for each slot, the token, position and cache salt whose K/V were written there, and asserts at every attention
-that a row sees exactly its own history. Tokens are a function of the whole history.
+It keeps, for each slot, the position, cache salt and a sum of all tokens up to the one whose K/V were written there, and
+asserts at every attention that a row sees exactly its own history, or with a `retention` what its window and sinks cover.
+Tokens are a function of the whole history.
 """
 
 import dataclasses
 import zlib
 
 from jaxkv.control.executor import ExecutorLimits
+from jaxkv.control.retention import Retention
 from jaxkv.core.plan import Masking, RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import FinishReason, Request, TokenLogprobs
 from jaxkv.core.token_constraint import allows
@@ -27,13 +29,15 @@ def not_in(mask):
     return {token for token in range(VOCAB) if not allows(mask, token)}
 
 
-def naive_generate(request, seed, limits, inherited=()):
+def naive_generate(request, seed, limits, inherited=(), retention=None):
     """Output tokens and finish reason by full recompute, one request at a time.
 
     `inherited`: output that a fork continues; it is part of the output returned.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
-    longest = min(limits.max_model_len, (limits.num_blocks - 1) * limits.block_size + 1)
+    longest = limits.max_model_len
+    if retention is None or retention.max_blocks > limits.num_blocks - 1:
+        longest = min(longest, (limits.num_blocks - 1) * limits.block_size + 1)
     if sampling.max_tokens is not None:
         longest = min(limits.max_model_len, len(prompt) + sampling.max_tokens)
     history = [*prompt, *inherited]
@@ -70,9 +74,9 @@ class Row:
 class HistoryExecutor:
     """Runs each plan when it is submitted; `salts` and `histories` are what the tests know of each request."""
 
-    def __init__(self, limits: ExecutorLimits):
-        self.limits = limits
-        self.slots = {}  # (block, offset) -> (token, position, salt)
+    def __init__(self, limits: ExecutorLimits, retention: Retention | None = None):
+        self.limits, self.retention = limits, retention
+        self.slots = {}  # (block, offset) -> (position, salt, sum of the tokens so far)
         self.rows: dict[int, Row] = {}
         self.requests: dict[str, tuple[Request, tuple[int, ...]]] = {}  # with prompt + naive output
         self.num_submitted = 0
@@ -93,7 +97,8 @@ class HistoryExecutor:
                 self.rows[update.row] = Row(update.admission, {})
             row = self.rows[update.row]
             for column, block in enumerate(update.blocks, update.first_column):
-                assert 0 < block < limits.num_blocks and column * limits.block_size < limits.max_model_len
+                assert block or update.admission and self.retention, "the null block in a table"
+                assert 0 <= block < limits.num_blocks and column * limits.block_size < limits.max_model_len
                 assert column not in row.table or update.admission is not None, "a column is written twice"
                 row.table[column] = block
         for index, mask in plan.token_masks:
@@ -106,7 +111,7 @@ class HistoryExecutor:
             row = self.rows[chunk.row]
             row.request_id, row.seq_len = chunk.request_id, chunk.start + len(chunk.token_ids)
             assert not row.active and len(chunk.token_ids) > 0
-            history = self._attend(row)
+            history = self._attend(row, chunk.start)
             result = RowResult(chunk.request_id, ())
             if chunk.is_last:
                 row.active = True
@@ -131,7 +136,7 @@ class HistoryExecutor:
                 row.seq_len += 1
             for index in active:
                 row = self.rows[index]
-                emitted[index].append(self._sample(row, self._attend(row)))
+                emitted[index].append(self._sample(row, self._attend(row, row.seq_len - 1)))
         results += [self._result(self.rows[entry.row], emitted[entry.row]) for entry in plan.decode]
         when = float(self.num_submitted)
         return StepResult(plan.step_id, tuple(results), StepTiming(submitted=when, finished=when))
@@ -158,18 +163,28 @@ class HistoryExecutor:
                 self.slots[copy.dst, offset] = self.slots[copy.src, offset]
 
     def _write(self, request_id, row, start, tokens):
-        salt = self.requests[request_id][0].cache_salt
+        history = self.requests[request_id][1]
         for position, token in enumerate(tokens, start):
+            assert token == history[position]
             block = row.table[position // self.limits.block_size]
-            self.slots[block, position % self.limits.block_size] = (token, position, salt)
+            assert block, "K/V are written to the null block"
+            self.slots[block, position % self.limits.block_size] = self._stored(request_id, position)
 
-    def _attend(self, row):
-        request, history = self.requests[row.request_id]
-        size = self.limits.block_size
-        seen = [self.slots.get((row.table[p // size], p % size)) for p in range(row.seq_len)]
-        expected = [(history[p], p, request.cache_salt) for p in range(row.seq_len)]
+    def _stored(self, request_id, position):
+        request, history = self.requests[request_id]
+        return position, request.cache_salt, zlib.crc32(bytes(history[: position + 1]))
+
+    def _attend(self, row, first_query):
+        """The row's history, of which queries from `first_query` on see what they may."""
+        size, start, num_sinks = self.limits.block_size, 0, 0
+        if self.retention is not None:
+            start = max(0, first_query + 1 - self.retention.window)
+            num_sinks = min(self.retention.num_sinks, start)
+        places = [*range(num_sinks), *range(start, row.seq_len)]
+        seen = [self.slots.get((row.table[p // size], p % size)) for p in places]
+        expected = [self._stored(row.request_id, p) for p in places]
         assert seen == expected, f"request {row.request_id} sees {seen} in place of {expected}"
-        return [token for token, _, _ in seen]
+        return self.requests[row.request_id][1][: row.seq_len]
 
     def _sample(self, row, history):
         admission = row.admission

@@ -27,7 +27,7 @@ class Driver:
     def __init__(self, limits: ExecutorLimits, config: SchedulerConfig, depth: int):
         self.limits, self.depth = limits, depth
         self.scheduler = Scheduler(limits, config)
-        self.executor = HistoryExecutor(limits)
+        self.executor = HistoryExecutor(limits, self.scheduler.retention)
         self.in_flight = collections.deque()
         self.expected, self.inherited, self.got, self.reasons, self.plans = {}, {}, {}, {}, []
         self.numbers = itertools.count()
@@ -58,7 +58,7 @@ class Driver:
     def expect(self, request, inherited=()):
         request_id = request.request_id
         seed = next(s.sampling.seed for s in self.scheduler.waiting if s.request_id == request_id)
-        output, reason = naive_generate(request, seed, self.limits, inherited)
+        output, reason = naive_generate(request, seed, self.limits, inherited, self.scheduler.retention)
         self.inherited[request_id] = inherited
         self.expected[request_id] = (output[len(inherited) :], reason)
         self.executor.requests[request_id] = (request, request.prompt_token_ids + output)
@@ -216,6 +216,14 @@ def random_setup(rng):
         seed=rng.randrange(100),
     )
     return limits, config, rng.choice([1, 2, 2, 3])
+
+
+def with_windows(limits, config, rng):
+    """The same with windows, and a pool that need not hold a request of full length."""
+    config = dataclasses.replace(config, window_sizes=(rng.randint(1, 12), 1), num_sinks=rng.choice([0, 0, 1, 3]))
+    least = config.retention(limits).max_blocks + config.max_pinned_blocks
+    num_blocks = min(limits.num_blocks, 1 + least + rng.choice([0, 1, 3]))
+    return dataclasses.replace(limits, num_blocks=num_blocks), config
 
 
 def fork_random(driver, rng):

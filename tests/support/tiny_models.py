@@ -13,7 +13,7 @@ from jaxkv.core.model_config import ModelConfig
 from jaxkv.execution.programs import abstract_model
 from jaxkv.loading.model_config import parse_hf_config
 from jaxkv.loading.weights import hf_name
-from jaxkv.models.llama import Llama
+from jaxkv.models.llama import KVStorage, Llama
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,10 +70,16 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def model_of(config: ModelConfig, tensors: dict[str, np.ndarray], *, max_model_len: int | None = None) -> Llama:
+def model_of(
+    config: ModelConfig,
+    tensors: dict[str, np.ndarray],
+    *,
+    max_model_len: int | None = None,
+    storage: KVStorage = KVStorage(),
+) -> Llama:
     """The float32 model with these weights."""
     limit = max_model_len or config.max_position_embeddings
-    graph, state = nnx.split(abstract_model(config, dtype="float32", max_model_len=limit))
+    graph, state = nnx.split(abstract_model(config, dtype="float32", max_model_len=limit, storage=storage))
     flat = {path: v.replace(jnp.asarray(tensors[hf_name(path)])) for path, v in nnx.to_flat_state(state)}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 

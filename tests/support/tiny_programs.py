@@ -16,6 +16,7 @@ from jaxkv.core.progress import SilentProgress
 from jaxkv.core.request import Request, RequestOutput
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
+from jaxkv.models.llama import KVStorage
 from tests.support.tiny_models import model_of, parse, random_tensors, tiny_config
 
 LIMITS = ExecutorLimits(
@@ -42,6 +43,7 @@ def make_programs(
     implementation: str = "xla",
     prefill_buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,),
+    storage: KVStorage = KVStorage(),
     **changed,
 ) -> Programs:
     """Not compiled yet. Unless told, one bucket each, to compile little, and KV as wide as `dtype`; `changed` are limits. With
@@ -57,9 +59,10 @@ def make_programs(
         num_top=NUM_TOP,
         implementation=implementation,
         cascade_buckets=tuple(bucket for bucket in decode_buckets if bucket > 1 and limits.max_prefix_groups),
+        storage=storage,
         cache_as_bits=not implementation.startswith("pallas_"),
     )
-    return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len), shapes)
+    return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len, storage=storage), shapes)
 
 
 @functools.lru_cache
@@ -103,6 +106,10 @@ def make_engine(
     programs = compiled_programs(config, block_size, **settings)
     executor = JaxExecutor(programs, weights(config, programs.shapes.dtype), clock)
     limits = dataclasses.replace(executor.limits, max_num_batched_tokens=chunk, num_blocks=num_blocks)
+    storage = programs.shapes.storage
+    scheduler = dataclasses.replace(
+        scheduler, window_sizes=config.windows_within(storage.window), num_sinks=storage.num_sinks
+    )
     return Engine(LimitedExecutor(executor, limits), scheduler, clock=clock, max_in_flight=max_in_flight)
 
 
