@@ -174,6 +174,7 @@ class _Server(uvicorn.Server):
         if self.engine is not None:
             self._front.draining = True
             self.engine.stop()
+            self._front.give_up()
         deadline = time.monotonic() + _FLUSH_S
         while self._front.num_inside and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
