@@ -14,7 +14,8 @@ from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import SamplingParams, StructuredOutputs
 from jaxkv.core.token_constraint import allows
-from jaxkv.server.tools import ToolCallParser, ToolFormat, ToolUse, checked_tools, tool_format
+from jaxkv.server.tool_parser import ToolCallParser
+from jaxkv.server.tools import ToolFormat, ToolUse, checked_tools, tool_format
 from jaxkv.tokenization.tokenizer import Tokenizer
 
 SMALL = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "small_tokenizers.py"))
