@@ -2,7 +2,6 @@
 
 import json
 import re
-import uuid
 from typing import Any
 
 from jaxkv.server.tools import NAME, ToolUse, refuse_constant
@@ -188,7 +187,7 @@ class ToolCallParser:
         if self._names is not None and name not in self._names:
             return None
         function = {"name": name, "arguments": arguments}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return {"id": self._format.call_id(), "type": "function", "function": function}
 
 
 class _JsonObject:

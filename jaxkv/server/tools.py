@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,26 +23,38 @@ class ToolFormat:
     Attributes:
       opening / closing: around a call; without an opening, only an output that starts with a call has any.
       arguments: the name of a call's arguments.
-      as_list: all calls are one JSON list behind one opening; or each has its own, then its name, then its arguments.
-      control_ids: ids of opening and closing where these are control tokens, which texts leave out unless told.
+      as_list: all calls are one JSON list behind one opening; or each has its own, then its name, then its arguments. Both
+        are read, whichever the template shows.
+      behind_name: tags between a name and its arguments, where the template shows that form; a forced call follows it.
+      control_ids: ids of all tags that are control tokens, which texts leave out unless told.
     """
 
     opening: str
     closing: str
     arguments: str = "arguments"
     as_list: bool = False
+    behind_name: tuple[str, ...] = ()
     control_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def call_id(self) -> str:
+        """A new one. Mistral's templates raise for any that is not of 9 letters and digits, when it comes back."""
+        return uuid.uuid4().hex[:9] if self.as_list else f"call_{uuid.uuid4().hex[:24]}"
 
     def literal(self, tag: str) -> str:
         """In Lark's notation; a control token by its id, since its text is another thing."""
         return f"<[{self.control_ids[tag]}]>" if tag in self.control_ids else json.dumps(tag)
 
 
-# What a template that shows the format contains, and the format.
+_CALL_ID, _ARGS = "[CALL_ID]", "[ARGS]"
+_MISTRAL = ToolFormat("[TOOL_CALLS]", "", as_list=True)
+# What a template that shows the format contains, and the format; the first that fits.
 _FORMATS = (
-    ("<tool_call>", ToolFormat("<tool_call>", "</tool_call>")),  # Hermes, Qwen2.5, Qwen3
-    ("[TOOL_CALLS]", ToolFormat("[TOOL_CALLS]", "", as_list=True)),  # Mistral
-    ('"parameters":', ToolFormat("", "", arguments="parameters")),  # Llama 3.1 to 3.3
+    (("<tool_call>",), ToolFormat("<tool_call>", "</tool_call>")),  # Hermes, Qwen2.5, Qwen3
+    # Mistral Small 3.2 and Magistral; Ministral 3 and Devstral 2; those up to Small 3.1
+    (("[TOOL_CALLS]", _CALL_ID, _ARGS), dataclasses.replace(_MISTRAL, behind_name=(_CALL_ID, _ARGS))),
+    (("[TOOL_CALLS]", _ARGS), dataclasses.replace(_MISTRAL, behind_name=(_ARGS,))),
+    (("[TOOL_CALLS]",), _MISTRAL),
+    (('"parameters":',), ToolFormat("", "", arguments="parameters")),  # Llama 3.1 to 3.3
 )
 
 
@@ -49,10 +62,10 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """The format that the chat template teaches; None for one that takes no tools, or in no form that is known."""
     if not tokenizer.takes_tools:
         return None
-    form = next((form for sign, form in _FORMATS if sign in tokenizer.chat_template), None)
+    form = next((form for signs, form in _FORMATS if all(sign in tokenizer.chat_template for sign in signs)), None)
     if form is None:
         return None
-    ids = {tag: tokenizer.fast.token_to_id(tag) for tag in (form.opening, form.closing) if tag}
+    ids = {tag: tokenizer.fast.token_to_id(tag) for tag in (form.opening, form.closing, *form.behind_name) if tag}
     control_ids = {tag: token_id for tag, token_id in ids.items() if token_id in tokenizer.special_ids}
     return dataclasses.replace(form, control_ids=control_ids)
 
@@ -81,16 +94,21 @@ class ToolUse:
         if not self.forced:
             return None
         form, lines = self.format, []
+        opening, closing = form.literal(form.opening), form.literal(form.closing)
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
         for i, name in enumerate(self.forced):
-            begin = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
+            begin, end = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": '), '"}"'
+            if form.behind_name:
+                tags = [form.literal(tag) + (" call_id" if tag == _CALL_ID else "") for tag in form.behind_name]
+                begin, end = " ".join((opening, json.dumps(name), *tags)), ""
             # Without parameters it takes none. Others may leave it to anyOf or $ref that they are an object.
             schema = {**parameters[name], "type": "object"} if parameters[name] else None
             arguments = '"{}"' if schema is None else f"%json {json.dumps(schema)}"
-            lines += [f'tool{i}: {begin} arguments{i} "}}"', f"arguments{i}: {arguments}"]
+            lines += [f"tool{i}: {begin} arguments{i} {end}", f"arguments{i}: {arguments}"]
         lines.append("body: " + " | ".join(f"tool{i}" for i in range(len(self.forced))))
-        opening, closing = form.literal(form.opening), form.literal(form.closing)
-        if form.as_list:
+        if form.behind_name:
+            lines += ["call_id: /[A-Za-z0-9]{9}/", "start: body+" if self.parallel else "start: body"]
+        elif form.as_list:
             more = ' (", " body)*' if self.parallel else ""
             lines.append(f'start: {opening} "[" body{more} "]"')
         elif form.opening:
