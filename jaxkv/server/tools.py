@@ -50,7 +50,7 @@ _MISTRAL = ToolFormat("[TOOL_CALLS]", "", as_list=True)
 # What a template that shows the format contains, and the format; the first that fits.
 _FORMATS = (
     (("<tool_call>",), ToolFormat("<tool_call>", "</tool_call>")),  # Hermes, Qwen2.5, Qwen3
-    # Mistral Small 3.2 and Magistral; Ministral 3 and Devstral 2; those up to Small 3.1
+    # Mistral: with an id behind the name; with arguments alone, as Ministral 3 and Devstral 2; as a list, up to Small 3.1
     (("[TOOL_CALLS]", _CALL_ID, _ARGS), dataclasses.replace(_MISTRAL, behind_name=(_CALL_ID, _ARGS))),
     (("[TOOL_CALLS]", _ARGS), dataclasses.replace(_MISTRAL, behind_name=(_ARGS,))),
     (("[TOOL_CALLS]",), _MISTRAL),
