@@ -7,6 +7,8 @@ EXTRAS ?= test
 ARGS ?=
 # Arguments for pytest, e.g. make test TESTS=tests/control
 TESTS ?=
+# Processes that share the tests, 4 GiB of memory each.
+WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
@@ -18,7 +20,7 @@ serve: $(INSTALLED)
 
 # Everything that needs neither torch nor a model hub.
 test: $(INSTALLED)
-	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus and not clients" $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu_build and not prometheus and not clients" $(TESTS)
 
 test-slow: $(INSTALLED)
 	$(PY) -m pytest -m slow $(TESTS)

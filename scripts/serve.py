@@ -139,7 +139,7 @@ class _Server(uvicorn.Server):
             self.load_error = error
             self.should_exit = True
             return
-        self.engine = serving.engine
+        self.engine, self._constraints = serving.engine, serving.constraints
         self.engine.on_failure = self._engine_failed
         self.engine.start()
         name = serving.model_names[0]
@@ -174,6 +174,8 @@ class _Server(uvicorn.Server):
         if self.engine is not None:
             self._front.draining = True
             self.engine.stop()
+            self._front.give_up()
+            self._constraints.close()
         deadline = time.monotonic() + _FLUSH_S
         while self._front.num_inside and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

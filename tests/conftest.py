@@ -1,13 +1,23 @@
-"""Every skip is accounted for: a whole run with another number of them than expected fails."""
+"""Every skip is accounted for: a whole run with another number of them than expected fails.
 
+And no process of tests keeps all that it has compiled.
+"""
+
+import gc
 import importlib.util
 import pathlib
+import sys
+
+import pytest
 
 # The test modules that compare with transformers' torch models (`make oracle`), skipped whole where torch is absent.
 TORCH_MODULES = 6
 # Tests that read request traces beside the checkout (small made-up traces cover the logic where they are absent).
 TRACES, TRACE_TESTS = pathlib.Path(__file__).parents[2] / "shared" / "traces", 3
 _skipped: list[str] = []
+# XLA:CPU maps some 100 regions for each step function, Linux allows a process 65,530 (vm.max_map_count), and XLA dies of a
+# segmentation fault at the next one. Left alone, all tests in one process come to more than that.
+_MANY_MAPPED_REGIONS, _MOST_MAPPED_REGIONS = 15_000, 40_000
 
 
 def pytest_collectreport(report):
@@ -22,6 +32,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session, exitstatus):
     config = session.config
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist sees a part of the tests
+        return
     whole = config.args == config.getini("testpaths") and not config.option.keyword
     marks = "not slow and not gpu_build and not prometheus and not clients"  # those of `make test`
     if not whole or exitstatus != 0 or config.option.markexpr != marks:
@@ -32,3 +44,18 @@ def pytest_sessionfinish(session, exitstatus):
         session.exitstatus = 1
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         reporter.write_line(f"Expected {expected} skips, got {len(_skipped)}: {', '.join(_skipped)}", red=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_executables():
+    """Drop what jit has compiled for a module, when there is much of it."""
+    yield
+    if "jax" in sys.modules and _num_mapped_regions() > _MANY_MAPPED_REGIONS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        assert _num_mapped_regions() < _MOST_MAPPED_REGIONS, "something keeps executables: XLA will crash"
+
+
+def _num_mapped_regions() -> int:
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.is_file() else 0

@@ -38,8 +38,9 @@ class BothOf:
 class ConstraintCompiler:
     """Makes `Request.constraint` of sampling parameters. Safe to use from several threads.
 
-    One thread compiles grammars, one after another: from 1 ms to some 0.1 s each, hostile ones up to 3 s of CPU. Another
-    does what takes no time, so that token lists and grammars that were seen before wait for none of these.
+    Three threads, each doing one thing after another. What takes no time, token lists and grammars that were seen before,
+    waits for no other. A new grammar is given 0.3 s of CPU, and most need from 1 ms to some 0.1 s; what is not done by then
+    goes behind those that need more, up to 3 s. So of hostile grammars, which take all they get, each costs others 0.3 s.
 
     Args:
       vocab_size: ids the model has, which may be more than the tokenizer knows.
@@ -48,11 +49,16 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, tuple(eos_token_ids) or tokenizer.eos_token_ids)
-        self._slow = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-grammars")
-        self._fast = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-constraints")
+        self._stages = [
+            (concurrent.futures.ThreadPoolExecutor(1, f"jaxkv-{name}"), work)
+            for name, work in (
+                ("constraints", self._known), ("grammars", self._short), ("long-grammars", self._long)
+            )
+        ]  # fmt: skip
+        """Each makes the constraint, or leaves it to the next with None."""
         usual = threading.stack_size(STACK_BYTES)
         try:
-            for pool in (self._slow, self._fast):
+            for pool, _ in self._stages:
                 pool.submit(int).result()  # its thread begins here
         finally:
             threading.stack_size(usual)
@@ -65,14 +71,24 @@ class ConstraintCompiler:
         """
         if not sampling.has_constraint:
             return None
-        return self._fast.submit(self._known, sampling).result() or self._slow.submit(self._new, sampling).result()
+        made = (pool.submit(work, sampling).result() for pool, work in self._stages)
+        return next(constraint for constraint in made if constraint is not None)
 
     async def compile_async(self, sampling: SamplingParams) -> TokenConstraint | None:
         """`compile` for an event loop. What is cancelled before its turn is not compiled."""
         if not sampling.has_constraint:
             return None
-        found = await asyncio.wrap_future(self._fast.submit(self._known, sampling))
-        return found or await asyncio.wrap_future(self._slow.submit(self._new, sampling))
+        for pool, work in self._stages:
+            constraint = await asyncio.wrap_future(pool.submit(work, sampling))
+            if constraint is not None:
+                return constraint
+        raise AssertionError("the last stage left it to another")
+
+    def close(self) -> None:
+        """For the end of the program: nothing is compiled any more, and what is being compiled is refused."""
+        for pool, _ in self._stages:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def _known(self, sampling: SamplingParams) -> TokenConstraint | None:
         """None for a grammar that must be compiled."""
@@ -83,7 +99,11 @@ class ConstraintCompiler:
         grammar = self._grammars.known(wanted)
         return grammar and self._with_lists(sampling, grammar)
 
-    def _new(self, sampling: SamplingParams) -> TokenConstraint:
+    def _short(self, sampling: SamplingParams) -> TokenConstraint | None:
+        grammar = self._grammars.short(sampling.structured_outputs)
+        return grammar and self._with_lists(sampling, grammar)
+
+    def _long(self, sampling: SamplingParams) -> TokenConstraint:
         return self._with_lists(sampling, self._grammars.compile(sampling.structured_outputs))
 
     def _with_lists(self, sampling: SamplingParams, grammar: TokenConstraint | None) -> TokenConstraint:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.constraints.probe import Probe, make_tokenizer
+from jaxkv.constraints.probe import TOO_MUCH, Probe, make_tokenizer
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import StructuredOutputs
 from jaxkv.core.token_constraint import ConstraintError, mask_bytes
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _REMEMBERED = 64
 # Of a whole grammar; of a text within it (a pattern, a choice): an expression of n parts may take n^2 steps to compile.
 _MOST_CHARACTERS, _MOST_CHARACTERS_A_TEXT = 100_000, 10_000
+# Seconds of CPU that a grammar may take to compile: at first, and in all. Most take milliseconds.
+_SHORT_SECONDS, _LONG_SECONDS = 0.3, 3.0
 STACK_BYTES = 64 * 2**20
 """What compiling may need: llguidance recurses along chains of rules, and overflowing a stack ends the process. The probe's is
 8 MiB, so what it survives fits here. Only what is used takes memory."""
@@ -89,27 +91,46 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Makes constraints of `StructuredOutputs`. One thread may `compile`, any may ask for what is `known`; both need stacks of
-    STACK_BYTES."""
+    """Makes constraints of `StructuredOutputs`. One thread may compile what is `short`, one the rest, and any ask for what is
+    `known`; all need stacks of STACK_BYTES."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._probe = Probe(lambda: self._vocabulary() | {"limits": _LIMITS})
+        self._short, self._long = (
+            Probe(lambda: self._vocabulary() | {"limits": _LIMITS}, seconds)
+            for seconds in (_SHORT_SECONDS, _LONG_SECONDS)
+        )
         self._known: collections.OrderedDict[str, GrammarConstraint | str] = collections.OrderedDict()
         """By grammar: what it was compiled to, or why it cannot be."""
         self._lock = threading.Lock()
 
     def known(self, wanted: StructuredOutputs) -> GrammarConstraint | None:
-        """What `compile` remembers; None when it must be called. Raises as it does."""
+        """What is remembered; None when it must be compiled. Raises as `compile` does."""
         name, grammar = self._read(wanted)
         return self._remembered(name, grammar)
 
+    def short(self, wanted: StructuredOutputs) -> GrammarConstraint | None:
+        """`compile` for what takes no more than 0.3 s; None for what does."""
+        return self._tried(wanted, self._short)
+
     def compile(self, wanted: StructuredOutputs) -> GrammarConstraint:
         """Raises RequestError for a schema, regex or grammar that does not compile."""
+        return self._tried(wanted, self._long, otherwise=TOO_MUCH)
+
+    def close(self) -> None:
+        """End the other processes; a grammar that is being tried is refused."""
+        self._short.close()
+        self._long.close()
+
+    def _tried(self, wanted: StructuredOutputs, probe: Probe, otherwise: str | None = None) -> GrammarConstraint | None:
         name, grammar = self._read(wanted)
         if (found := self._remembered(name, grammar)) is not None:
             return found
-        verdict = self._probe.verdict(grammar) or self._compiled(grammar)
+        refusal = probe.verdict(grammar)
+        refusal = otherwise if refusal is None else refusal
+        if refusal is None:
+            return None
+        verdict = refusal or self._compiled(grammar)
         with self._lock:
             self._known[grammar] = verdict
             if len(self._known) > _REMEMBERED:

@@ -2,100 +2,77 @@
 
 llguidance cannot be interrupted, and a few bytes can keep it busy for ever while its memory grows ({"multipleOf": 99999989}),
 or overflow its stack, which ends the process. So another process goes first: what it does not survive is refused.
+
+    this process  grammar ->  | the other: holds the vocabulary |  fork ->  | one for each grammar, which may die of it |
 """
 
-import concurrent.futures
 import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
-# Seconds of CPU for a grammar, of which most take milliseconds, and by the clock where the machine is busy: a verdict is
-# remembered, and must not hang on who else was working. And for the other process to begin.
-_SECONDS, _CLOCK_SECONDS, _START_SECONDS = 3.0, 30.0, 60.0
+# Seconds by the clock for a grammar where the machine is busy, and for the other process to begin. Else CPU time counts: a
+# verdict is remembered, and must not hang on who else was working.
+_CLOCK_SECONDS, _START_SECONDS = 30, 60
 # Of address space: llguidance with a vocabulary of 128k needs some 0.3 GiB.
 _MEMORY_BYTES = 2 * 2**30
 
-_READY, _TOO_MUCH = b"ready\n", "it takes too much time or memory to compile"
+_READY, _LONGER, TOO_MUCH = b"ready\n", b"longer\n", "it takes too much time or memory to compile"
 
 
 class Probe:
-    """The other process, which begins with the first grammar and again after one that it did not survive. For one thread."""
+    """The other process, which begins with the first grammar. For one thread, but for `close`."""
 
-    def __init__(self, vocabulary: Callable[[], Mapping[str, Any]]):
-        """`vocabulary`: keywords of `make_tokenizer`."""
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Callable[[], Mapping[str, Any]], seconds: float):
+        """`vocabulary`: keywords of `make_tokenizer`. `seconds`: of CPU for a grammar, of which most take milliseconds."""
+        self._vocabulary, self._seconds = vocabulary, seconds
         self._process: subprocess.Popen | None = None
-        self._reader = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-probe")
 
-    def verdict(self, grammar: str) -> str:
-        """Why a grammar, in llguidance's form, cannot be used; empty when it can."""
+    def verdict(self, grammar: str) -> str | None:
+        """Why a grammar, in llguidance's form, cannot be used; empty when it can; None when it takes more than `seconds`."""
         process = self._started()
         try:
             pickle.dump(grammar, process.stdin)
             process.stdin.flush()
-            told = self._answer(process)
-        except (BrokenPipeError, TimeoutError):
+            told = process.stdout.readline()
+        except BrokenPipeError:
             told = b""
-        if told:
-            return told.decode().strip()
-        self.close()
-        return _TOO_MUCH
-
-    def _answer(self, process: subprocess.Popen) -> bytes:
-        """The line that it says of a grammar; empty when it has ended. Raises TimeoutError."""
-        begin, used = time.monotonic(), _cpu_seconds(process)
-        line = self._reader.submit(process.stdout.readline)
-        while True:
-            try:
-                return line.result(_SECONDS)
-            except TimeoutError:
-                if _cpu_seconds(process) - used >= _SECONDS or time.monotonic() - begin >= _CLOCK_SECONDS:
-                    raise
+        if not told:  # whatever ended it
+            self.close()
+            return TOO_MUCH
+        return None if told == _LONGER else told.decode().strip()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """End the process, and with it a verdict that another thread waits for. It begins again when it is needed."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
+                os.killpg(process.pid, signal.SIGKILL)  # its fork too, which holds the pipe
+            process.wait()
             with contextlib.suppress(BrokenPipeError):  # what it never read
-                self._process.stdin.close()
-            self._process.stdout.close()
-            self._process = None
+                process.stdin.close()
 
     def _started(self) -> subprocess.Popen:
         if self._process is None:
             paths = os.pathsep.join(path for path in sys.path if path)
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-m", "jaxkv.constraints.probe"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": paths},
+                start_new_session=True,  # a Ctrl-C is not for it: it ends with the one that it serves
             )
-            try:
-                pickle.dump(dict(self._vocabulary()), self._process.stdin)
-                self._process.stdin.flush()
-                begun = self._reader.submit(self._process.stdout.readline).result(_START_SECONDS) == _READY
-            except (BrokenPipeError, TimeoutError):
-                begun = False
-            if not begun:
+            with contextlib.suppress(BrokenPipeError):
+                pickle.dump(dict(self._vocabulary()) | {"seconds": self._seconds}, process.stdin)
+                process.stdin.flush()
+            if process.stdout.readline() != _READY:
                 self.close()
                 raise RuntimeError("the process that tries grammars did not begin")
         return self._process
-
-
-def _cpu_seconds(process: subprocess.Popen) -> float:
-    try:
-        times = psutil.Process(process.pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system
 
 
 def make_tokenizer(
@@ -120,8 +97,8 @@ def make_tokenizer(
 
 
 def _main() -> None:
-    """The other process: a vocabulary, then grammars, each answered by a line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the one that it serves
+    """The other process: a vocabulary, then grammars, each tried in a fork and answered by a line."""
+    signal.alarm(_START_SECONDS)
     try:
         import resource
 
@@ -134,20 +111,41 @@ def _main() -> None:
     source, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # nobody else writes there
     vocabulary = pickle.load(source)
+    seconds = vocabulary.pop("seconds")
     limits = llguidance.LLParserLimits(**vocabulary.pop("limits"))
     id_of = {token: i for i, token in reversed(list(enumerate(vocabulary["tokens"]))) if len(token) == 1}
     tokenizer = make_tokenizer(encode=lambda text: [id_of[b"%c" % byte] for byte in text.encode()], **vocabulary)
+    signal.alarm(0)
     os.write(answers, _READY)
+
+    def try_it(grammar: str) -> None:
+        # Both end the process, wherever it is.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, _CLOCK_SECONDS)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        error = (matcher.get_error().strip().splitlines() or [""])[0]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.write(answers, error[:500].encode("utf-8", "replace") + b"\n")
+
     while True:
         try:
             grammar = pickle.load(source)
         except EOFError:
             return
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        error = (matcher.get_error().strip().splitlines() or [""])[0]
-        os.write(answers, error[:500].encode("utf-8", "replace") + b"\n")
+        fork = os.fork()  # 1 ms; to begin anew after each that did not end would take 1 to 2 s
+        if fork == 0:
+            try:
+                try_it(grammar)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitpid(fork, 0)[1]
+        if status != 0:
+            took_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            os.write(answers, _LONGER if took_long else TOO_MUCH.encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ _TOO_LARGE = f"The request's head is larger than {_MAX_HEAD_BYTES} bytes."
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Request line and headers arrive within 30 s of a connection's or request's beginning, and are no longer than 64 KiB."""
+    """Request line and headers arrive within 30 s of a connection's or request's beginning, and are no longer than 64 KiB.
+
+    A client that shuts down its writing side gets no answer: to the end of its sending (FIN) the connection is closed, as
+    uvicorn does it. A client that is gone sends the same, and nothing tells the two apart until something is written to it.
+    With half-closed connections kept open, a request whose client had closed ran to its end where it was not streamed (40 s
+    of 40 s) and for three steps more where it was, instead of being aborted with the step at hand.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes: int | None = None

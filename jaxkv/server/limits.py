@@ -41,6 +41,7 @@ class Front:
         self.app = app
         self.draining = False
         self.num_inside = 0
+        self._unanswered: set[asyncio.Timeout] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is None:
@@ -51,9 +52,33 @@ class Front:
         else:
             self.num_inside += 1
             try:
-                await self.app(scope, receive, send)
+                await self._answer(self.app, scope, receive, send)
             finally:
                 self.num_inside -= 1
+
+    def give_up(self) -> None:
+        """Answer all with a 503 that have had no part of an answer yet, whatever they wait for: a grammar may take half a
+        minute."""
+        for unanswered in self._unanswered:
+            unanswered.reschedule(0)
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_or_begin(message: Message) -> None:
+            self._unanswered.discard(until)
+            await send(message)
+
+        try:
+            async with asyncio.timeout(None) as until:
+                self._unanswered.add(until)
+                try:
+                    await app(scope, receive, send_or_begin)
+                finally:
+                    self._unanswered.discard(until)
+        except TimeoutError:
+            if not until.expired():
+                raise
+            message = "The server was shut down before the request was answered: ask another one, or try again later."
+            await error_response(message, 503, headers={"connection": "close"})(scope, receive, send)
 
 
 class Bodies:

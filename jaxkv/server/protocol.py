@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError
 from jaxkv.control.validation import MAX_SEQUENCES
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import MAX_LOGIT_BIASES, SamplingParams, StructuredOutputs
-from jaxkv.server.tools import ToolFormat, ToolUse, checked_tools, plain_calls
+from jaxkv.server.messages import FIRST_MISTAKE, ChatMessage, Objects
+from jaxkv.server.tools import ToolFormat, ToolUse, checked_tools
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,8 @@ def _refuse_many(value: Any) -> Any:
     return value
 
 
-# One wrong entry is enough: pydantic reports all, at some 10 us each, on the event loop (14 s for a body of 1.5 MB).
-_FIRST_MISTAKE = Field(fail_fast=True)
-Strings = Annotated[list[str], _FIRST_MISTAKE]
-TokenIds = Annotated[list[int], _FIRST_MISTAKE]
-Objects = Annotated[list[dict[str, Any]], _FIRST_MISTAKE]
+Strings = Annotated[list[str], FIRST_MISTAKE]
+TokenIds = Annotated[list[int], FIRST_MISTAKE]
 LogitBias = Annotated[dict[str, float], BeforeValidator(_refuse_many)]
 
 
@@ -300,7 +298,7 @@ class GenerationRequest(BaseModel, abc.ABC):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], _FIRST_MISTAKE]
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], FIRST_MISTAKE]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -352,57 +350,8 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str = Field(json_schema_extra={"enum": list(_ROLES)})
-    content: str | Objects | None = None
-
-    def plain(self, place: str) -> dict[str, Any]:
-        """For the chat template: content as one text. Raises RequestError for what is no message of OpenAI's.
-
-        Args:
-          place: where it stands in the request, for messages of errors.
-        """
-        self._check_role(place)
-        message = {**(self.model_extra or {}), "role": self.role, "content": self._text(place)}
-        if message.get("tool_calls") is not None:
-            message["tool_calls"] = plain_calls(message["tool_calls"], f"{place}.tool_calls")
-        return message
-
-    def _check_role(self, place: str) -> None:
-        if self.role not in _ROLES:
-            deprecated = ", which is deprecated and not supported" if self.role == "function" else ""
-            raise RequestError(
-                f"{place}.role is {self.role[:80]!r}{deprecated}; choose {', '.join(_ROLES)}", param=f"{place}.role"
-            )
-        if self.role == "tool" and not isinstance((self.model_extra or {}).get("tool_call_id"), str):
-            raise RequestError(
-                f"{place}.tool_call_id must be a string: which call this is the result of",
-                param=f"{place}.tool_call_id",
-            )
-
-    def _text(self, place: str) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        texts = []
-        for i, part in enumerate(self.content):
-            text = part.get("text")
-            if part.get("type", "text") != "text" or not isinstance(text, str):
-                raise RequestError(
-                    f"{place}.content[{i}]: a content part of type {str(part.get('type'))[:80]!r} is not supported: "
-                    "only text parts with a text are",
-                    param=f"{place}.content",
-                )
-            texts.append(text)
-        return "\n".join(texts)
-
-
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], _FIRST_MISTAKE]
+    messages: Annotated[list[ChatMessage], FIRST_MISTAKE]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -477,7 +426,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], _FIRST_MISTAKE] | None = None
+    messages: Annotated[list[ChatMessage], FIRST_MISTAKE] | None = None
     tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

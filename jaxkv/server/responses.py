@@ -9,7 +9,7 @@ from jaxkv.core.request import FinishReason, TokenLogprobs
 from jaxkv.server.logprobs import Columns, LogprobsFormat
 from jaxkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from jaxkv.server.serving import Prompt
-from jaxkv.server.tools import ToolCallParser
+from jaxkv.server.tool_parser import ToolCallParser
 from jaxkv.tokenization.text_offsets import OutputOffsets, prompt_offsets
 from jaxkv.tokenization.tokenizer import Tokenizer
 

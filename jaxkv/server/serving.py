@@ -13,7 +13,8 @@ from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import check_token_ids, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request
-from jaxkv.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from jaxkv.server.messages import ChatMessage
+from jaxkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from jaxkv.server.tools import ToolFormat, tool_format
 from jaxkv.tokenization.tokenizer import Tokenizer
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import random
 import re
 import runpy
+import signal
 import threading
 import time
 
@@ -263,7 +265,7 @@ def test_what_is_known_does_not_wait_for_what_takes_long(compiler, monkeypatch):
     with pytest.raises(RequestError):
         compiler.compile(SamplingParams(structured_outputs=refused))
     may_end = threading.Event()
-    monkeypatch.setattr(compiler._grammars._probe, "verdict", lambda grammar: "" if may_end.wait(60) else "never")
+    monkeypatch.setattr(compiler._grammars._short, "verdict", lambda grammar: "" if may_end.wait(60) else "never")
     slow = threading.Thread(target=compiled, args=(compiler,), kwargs={"regex": "slow one"})
     slow.start()
     try:
@@ -295,15 +297,82 @@ def test_many_threads_compile_at_once(compiler, tokenizer):
     assert not errors and all(re.fullmatch(rf"\d{{{i + 1}}}", results[i]) for i in range(8))
 
 
-def test_a_busy_machine_does_not_decide_what_is_refused(compiler, monkeypatch):
+def test_new_grammars_pass_hostile_ones(compiler):
+    """Of which two, each its three seconds long, were asked for before."""
+    answered = []
+
+    async def ask(name, **wanted):
+        try:
+            await compiler.compile_async(SamplingParams(structured_outputs=StructuredOutputs(**wanted)))
+            answered.append(name)
+        except RequestError:
+            answered.append("refused")
+
+    async def main():
+        hostile = [{"type": "integer", "multipleOf": 99_999_971 - 2 * i} for i in range(2)]
+        tasks = [asyncio.create_task(ask("hostile", json=schema)) for schema in hostile]
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*tasks, ask("honest", regex="[a-f]{5}"))
+
+    asyncio.run(main())
+    assert answered == ["honest"] + ["refused"] * 2
+
+
+def test_what_takes_longer_than_most_is_still_compiled(compiler, monkeypatch):
+    monkeypatch.setattr(compiler._grammars._short, "verdict", lambda grammar: None)
+    assert compiled(compiler, regex="[0-9]{1,41}x").mask()
+    with pytest.raises(RequestError, match="structured_outputs.regex cannot be compiled"):
+        compiled(compiler, regex="(a")
+
+
+def test_a_busy_machine_does_not_decide_what_is_refused(tokenizer):
     """The bound is on CPU time: one that waits for its turn is not held up by itself."""
-    monkeypatch.setattr("jaxkv.constraints.probe._SECONDS", 0.001)
-    monkeypatch.setattr("jaxkv.constraints.probe._cpu_seconds", lambda process: 0.0)
+    compiler = ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    assert compiled(compiler, regex="begin")
+    probe = compiler._grammars._short._process
+    os.kill(probe.pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (probe.pid, signal.SIGCONT)).start()
+    begin = time.monotonic()
     assert compiled(compiler, regex="[0-9]{1,40}x").mask()
+    assert time.monotonic() - begin > 0.9 and compiler._grammars._long._process is None
+    compiler.close()
+
+
+def test_one_process_tries_all_grammars_and_what_they_do_not_survive_says_nothing(tokenizer, capfd):
+    compiler = ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    assert compiled(compiler, regex="begin")
+    probe = compiler._grammars._short._process
+    for name in ("no end of time and memory", "a stack of rules"):
+        with pytest.raises(RequestError, match="too much time or memory"):
+            compiled(compiler, **HOSTILE[name])
+    assert compiler._grammars._short._process is probe and probe.poll() is None
+    compiler.close()
+    assert probe.returncode == -signal.SIGKILL and capfd.readouterr() == ("", "")
+
+
+def test_closing_ends_what_is_being_tried(tokenizer):
+    compiler = ConstraintCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    hostile = SamplingParams(structured_outputs=StructuredOutputs(**HOSTILE["no end of time and memory"]))
+    ended = []
+
+    def ask():
+        with pytest.raises(RequestError, match="too much time or memory"):
+            compiler.compile(hostile)
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while compiler._grammars._long._process is None:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    compiler.close()
+    thread.join(20)
+    assert ended[0] - begin < 1
 
 
 def test_a_probe_that_cannot_begin_is_an_error_and_leaves_nothing(monkeypatch):
-    probe = Probe(lambda: {"limits": {"no such limit": 1}})
+    probe = Probe(lambda: {"limits": {"no such limit": 1}}, seconds=3)
     with pytest.raises(RuntimeError, match="did not begin"):
         probe.verdict("anything")
     assert probe._process is None

@@ -1,5 +1,7 @@
 """scripts/serve.py as a process: ready line, signals, exit codes."""
 
+import collections
+import json
 import pathlib
 import signal
 import socket
@@ -216,3 +218,94 @@ print(listener.accept()[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOU
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("60000\n", "")
+
+
+class Crowd:
+    """Clients that all have a request open, each with a socket of its own.
+
+    Attributes:
+      answers: (kind, all that came until the server closed) of each.
+    """
+
+    def __init__(self, url):
+        host, port = url.removeprefix("http://").split(":")
+        self._address = (host, int(port))
+        self._threads: list[threading.Thread] = []
+        self.answers: list[tuple[str, str]] = []
+
+    def ask(self, kind, **body):
+        body = json.dumps({"prompt": "slowly", "ignore_eos": True} | body).encode()
+        self.send(kind, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    def send(self, kind, data):
+        thread = threading.Thread(target=self._listen, args=(kind, data))
+        self._threads.append(thread)
+        thread.start()
+
+    def _listen(self, kind, data):
+        with socket.create_connection(self._address, timeout=60) as connection:
+            connection.sendall(data)
+            parts = []
+            try:
+                while part := connection.recv(2**16):
+                    parts.append(part)
+                    if parts[-1].endswith((b"\r\n0\r\n\r\n", b"]}}")):
+                        break
+            except ConnectionResetError:
+                parts.append(b"(reset)")
+        self.answers.append((kind, b"".join(parts).decode()))
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+# Status and words of each kind's answer; the beginnings of those that get none.
+ENDINGS = {
+    "short stream": (200, '"finish_reason":"length"'), "short": (200, '"text":"xxxxxxxxxx"'),
+    "long stream": (200, "the engine has been shut down"), "long": (503, "was shut down before"),
+    "grammar": (503, "was shut down before"),
+}  # fmt: skip
+NO_REQUESTS = {
+    "idle": b"", "half a head": b"POST /v1/comp",
+    "half a body": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+}  # fmt: skip
+
+
+def test_a_signal_with_a_crowd_of_clients(program):
+    """Streams and whole answers that end in time and that do not, grammars that take long, and what is no request yet."""
+    process = program("serve.py", "--port=0", "--drain_timeout=4", "--max_num_queued_reqs=100")
+    url, _ = ready(process)
+    crowd = Crowd(url)
+    for _ in range(12):
+        crowd.ask("short stream", max_tokens=10, stream=True)
+        crowd.ask("short", max_tokens=10)
+        crowd.ask("long stream", max_tokens=200, stream=True)
+        crowd.ask("long", max_tokens=200)
+    for i in range(4):
+        hostile = {"json": {"type": "integer", "multipleOf": 99_999_989 + i}}
+        crowd.ask("grammar", max_tokens=10, structured_outputs=hostile)
+    for kind, data in NO_REQUESTS.items():
+        crowd.send(kind, data)
+        crowd.send(kind, data)
+    time.sleep(1.5)
+    begin = time.monotonic()
+    process.terminate()
+    time.sleep(0.5)
+    refused = [httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code for _ in range(10)]
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and time.monotonic() - begin < 4 + 5
+    assert "Traceback" not in err and "ERROR" not in err, err
+    crowd.join()
+    assert refused == [503] * 10
+    expected = dict.fromkeys(NO_REQUESTS, 2) | dict.fromkeys(ENDINGS, 12) | {"grammar": 4}
+    assert collections.Counter(kind for kind, _ in crowd.answers) == expected
+    for kind, answer in crowd.answers:
+        if kind in NO_REQUESTS:
+            assert answer == "", (kind, answer)
+        else:
+            (status, told), tokens = ENDINGS[kind], answer.count('"text":"x"')
+            assert answer.startswith(f"HTTP/1.1 {status} ") and told in answer, (kind, answer[-300:])
+            assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") == ("stream" in kind), (kind, answer[-300:])
+            assert kind != "short stream" or tokens == 10

@@ -50,6 +50,19 @@ def test_a_disconnect_aborts_all_sequences(serve, until, stream, after_first_tok
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_sending_is_taken_for_gone(serve, until, stream):
+    """As most that do are: `BoundedHead` says why it is not answered."""
+    server = serve(step_seconds=0.01)
+    server.script = lambda request: [10] * 100_000
+    with start_request(server, {"prompt": "x", "max_tokens": 200, "stream": stream, "ignore_eos": True}) as connection:
+        until(lambda: server.engine.added)
+        begin = time.monotonic()
+        connection.shutdown(socket.SHUT_WR)
+        until(lambda: len(server.engine.aborted) == 1)
+        assert time.monotonic() - begin < 1
+
+
 def test_a_client_that_stops_reading_is_dropped(serve, until):
     """Its connection ends when the system has had nothing read for the user timeout (here 1 s), and with it its request."""
     server = serve(tokens_per_step=50)

@@ -65,7 +65,7 @@ def make_programs(
     return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len, storage=storage), shapes)
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=12)  # each maps 1,000 regions of a process's memory (see tests/conftest.py)
 def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size, **settings) -> Programs:
     """`settings` are make_programs' own."""
     buckets = (1, LIMITS.max_num_seqs) if block_size == LIMITS.block_size else (LIMITS.max_num_seqs,)
