@@ -112,11 +112,17 @@ def agreement_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def rouge_l(references: Sequence[str], texts: Sequence[str]) -> list[float]:
-    """F-measure of each text's longest common subsequence of words with its reference."""
+    """F-measure of each text's longest common subsequence of words with its reference.
+
+    The library's words are ASCII letters and digits; equal texts count as 1 also where it finds none.
+    """
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"])
-    return [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in zip(references, texts, strict=True)]
+    return [
+        1.0 if reference == text else scorer.score(reference, text)["rougeL"].fmeasure
+        for reference, text in zip(references, texts, strict=True)
+    ]
 
 
 def compare(base: Generated, found: Generated, references: Sequence[str]) -> dict:

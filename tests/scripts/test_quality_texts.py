@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from benchlib.kv_generation import Generated, agreement_length, assign, compare
+from benchlib.kv_generation import Generated, agreement_length, assign, compare, rouge_l
 from benchlib.quality_sequences import task_windows, windows
 from benchlib.task_texts import KINDS, make_tasks
 
@@ -69,6 +69,7 @@ def test_the_loss_is_that_of_the_references():
     assert figures["rouge_l_to_references"] == pytest.approx((0.75 + 1) / 2)
     assert figures["rouge_l_loss"] == pytest.approx(0.125) == figures["rouge_l_loss_error"]
     assert "rouge_l_loss" not in compare(base, found, [])
+    assert rouge_l(["数字", "数字"], ["数字", "数"]) == [1, 0]
 
 
 def test_summaries_are_asked_for_after_examples():
