@@ -88,7 +88,7 @@ def test_tasks_and_generated_texts(tiny_model, tmp_path):
     same, int4 = (results[name, "greedy"] for name in ("float32", "int4 hadamard"))
     assert (same["value"], same["min"], same["identical"], same["rouge_l_to_float32"]) == (40, 40, 2, 1)
     assert same["rouge_l_loss"] == 0
-    assert int4["runs"] == int4["num_prompts"] == int4["num_summaries"] == 2 and int4["agreement_mean"] < 40
+    assert int4["runs"] == int4["num_prompts"] == int4["num_summaries"] == 2 and int4["max"] <= 40
 
 
 def test_without_rouge_score_only_generation_ends_early(tiny_model, tmp_path):
