@@ -66,7 +66,7 @@ def test_mistakes_are_named(tiny_model, tmp_path):
         (["--plot=quality.jpg"], "must end in .png"),
         (["--metrics=bleu"], "metrics is 'bleu'; there are teacher_forced, tasks, generation"),
         (["--metrics=tasks", "--plot=quality.png"], "add it to metrics"),
-        (["--metrics=generation", "--max_tokens=8000"], "max_tokens is 8000"),
+        (["--metrics=generation", "--max_tokens=9000"], "max_tokens is 9000"),
     ):
         done = run(f"--model={tiny_model}", *arguments)
         assert done.returncode == 2 and message in done.stderr, (arguments, done.stderr)
