@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxkv.execution.batch import PrefillAttention
 from jaxkv.execution.kv_cache import empty_cache
+from jaxkv.models.key_bias import fold_key_bias
 from jaxkv.models.kv_rotation import fold_into_weights
 from jaxkv.models.llama import Llama, run_layer
 
@@ -124,6 +125,13 @@ def with_key_outliers(model: Llama, factor: float) -> Llama:
                     values = parameter[...]
                     rows = jnp.asarray(np.tile(by, len(values) // len(by)))
                     parameter[...] = (values.T * rows).T.astype(values.dtype)
+    return model
+
+
+def with_key_bias_folded(model: Llama) -> Llama:
+    """The same function with the weights an engine with int8 or int4 keys loads (see models.key_bias)."""
+    model = nnx.clone(model)
+    fold_key_bias(model)
     return model
 
 

@@ -109,7 +109,7 @@ def _kv_rotation(asked: str, kv_cache_dtype: str) -> str:
         return asked
     keys, _ = formats_of(kv_cache_dtype)
     # Not for fp8, whose numbers have exponents of their own: rotated outliers cost it 17 times the KL divergence.
-    return "hadamard" if keys.name in ("int8", "int4") else "none"
+    return "hadamard" if keys.is_integer else "none"
 
 
 def _attention_configuration(

@@ -28,11 +28,13 @@ from jaxkv.execution.memory import MemoryPlan, memory_fraction
 from jaxkv.execution.programs import WarmUp
 from jaxkv.loading.resolve import resolve_model
 from jaxkv.loading.weights import check_checkpoint, load_config, load_weights
+from jaxkv.models.key_bias import fold_key_bias
 from jaxkv.models.kv_rotation import fold_into_weights
 from jaxkv.models.llama import Llama
 from jaxkv.program_plan import longest_view, num_sinks, plan_programs
 from jaxkv.settings import check_settings, resolve_settings
 from jaxkv.tokenization.tokenizer import Tokenizer, load_tokenizer
+from pallas_kernels.kv_format import formats_of
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +156,7 @@ def build_engine(
     try:
 
         def load_as_set(dtype: str) -> Llama:
-            model = load(dtype)
-            return fold_into_weights(model) if config.kv_rotation == "hadamard" else model
+            return _as_stored(load(dtype), config)
 
         model = loader.submit(timed, "load", load_as_set, config.dtype)
         warm_up = WarmUp(0, 0, 0.0) if config.enforce_eager else timed("compile", programs.finish)
@@ -169,6 +170,14 @@ def build_engine(
     executor = JaxExecutor(programs, weights, clock, fail_on_recompile=config.fail_on_recompile)
     engine = Engine(executor, _scheduler_config(config, model_config, origin), clock=clock)
     return BuiltEngine(engine, config, memory, warm_up)
+
+
+def _as_stored(model: Llama, config: EngineConfig) -> Llama:
+    """The model whose keys and values can be stored as set; in place."""
+    keys, _ = formats_of(config.kv_cache_dtype)
+    if keys.is_integer and (largest := fold_key_bias(model)) > 1:
+        log.info("key bias: divided out of the stored keys by powers of two up to %d, for %s", largest, keys.name)
+    return fold_into_weights(model) if config.kv_rotation == "hadamard" else model
 
 
 def _reserve_gpu_memory(config: EngineConfig) -> None:

@@ -39,6 +39,11 @@ class KVFormat:
         return self.scale_dtype is not None
 
     @property
+    def is_integer(self) -> bool:
+        """A token's largest number sets the step of the others: outliers cost bits."""
+        return self.dtype in ("int8", "uint8")
+
+    @property
     def is_scaled(self) -> bool:
         """One scale a token and head, which attention may apply to logits and probabilities."""
         return self.is_quantized and not self.is_grouped
