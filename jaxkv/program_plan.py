@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.retention import retention_of
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import Progress
+from jaxkv.core.retention import retention_of
 from jaxkv.device import Device
 from jaxkv.execution.decode_state import state_bytes
 from jaxkv.execution.executable_store import ExecutableStore

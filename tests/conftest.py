@@ -8,8 +8,12 @@ import importlib.util
 import pathlib
 import sys
 
+import hypothesis
 import pytest
 
+# A busy machine is no fault of an example.
+hypothesis.settings.register_profile("jaxkv", deadline=None)
+hypothesis.settings.load_profile("jaxkv")
 # The test modules that compare with transformers' torch models (`make oracle`), skipped whole where torch is absent.
 TORCH_MODULES = 6
 # Tests that read request traces beside the checkout (small made-up traces cover the logic where they are absent).

@@ -141,3 +141,33 @@ def test_what_the_engine_refuses_is_refused():
         plan_capacity(EngineConfig(gpu_memory_utilization=1.5), LLAMA_2, A100)
     with pytest.raises(ConfigError, match="the engine needs 12.55 GiB for weights.* raise gpu_memory_utilization"):
         plan_capacity(EngineConfig(gpu_memory_utilization=0.5), LLAMA_2, DEVICES["24g"])
+
+
+def test_windows_let_more_requests_in():
+    """Mistral-7B-v0.1: 4,096 tokens of window and a chunk of 8,192 are all that a request of 32,768 holds."""
+    mistral = dataclasses.replace(LLAMA_3, window_sizes=(4096,) * LLAMA_3.num_layers, max_position_embeddings=32_768)
+    whole = dataclasses.replace(mistral, window_sizes=LLAMA_3.window_sizes)
+    config = EngineConfig(max_num_batched_tokens=2048)
+    windowed, plain = (plan_capacity(config, model, A100).memory for model in (mistral, whole))
+    assert windowed.num_blocks == plain.num_blocks
+    # 6,142 tokens behind each other touch 97 blocks of 64.
+    assert windowed.concurrency(32_768) == windowed.num_blocks / 97 and plain.concurrency(32_768) == plain.num_blocks / 512
+    assert windowed.concurrency(4096) == plain.concurrency(4096)
+    assert "a request keeps at most 6,208 tokens (97 blocks)" in windowed.lines()[-1]
+    # As a policy, with the sinks' block; and a request may be longer than the model's own limit and than the pool.
+    config = dataclasses.replace(config, kv_window=4096, max_model_len=2**20)
+    policy = plan_capacity(config, whole, A100).memory
+    assert policy.max_model_len == 2**20 > policy.num_tokens and policy.max_concurrency == policy.num_blocks / 98
+
+
+@pytest.mark.parametrize("settings, told", [
+    ({"kv_window": 0}, "kv_window is 0"),
+    ({"kv_sinks": -1}, "kv_sinks is -1"),
+    ({"kv_window": 8192}, "lower kv_window to at most 8,188"),
+    ({"kv_window": 1024, "max_model_len": 2**20 + 1}, "at most 1,048,576"),
+    ({"max_model_len": 8193}, "with a kv_window"),
+    ({"kv_window": 1024, "cascade": "on"}, "kv_window's window"),
+])  # fmt: skip
+def test_windows_that_cannot_be(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        plan_capacity(EngineConfig(**settings), LLAMA_3, A100)

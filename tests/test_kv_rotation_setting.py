@@ -32,7 +32,7 @@ def test_an_engine_that_rotates_generates_what_the_dense_model_does():
     model = parse(tiny_config(num_hidden_layers=1, tie_word_embeddings=True))
     tensors, prompt = random_tensors(model), random_tokens(30)
     config = EngineConfig(
-        kv_rotation="hadamard", max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, enforce_eager=True,
+        kv_rotation="hadamard", max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64,
         kv_cache_memory_bytes=2**20, compilation_cache_dir="",
     )  # fmt: skip
     loaded = []

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxkv.control.eviction import LRU, EvictionPolicy
 from jaxkv.control.prefix_index import BlockHash, MatchResult, PrefixIndex
-
-NULL_BLOCK = 0
+from jaxkv.core.plan import NULL_BLOCK
 
 
 class _Ghosts(collections.OrderedDict[BlockHash, None]):

@@ -24,10 +24,10 @@ from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import TOKEN_BYTES, BlockHash, chain_hashes, num_common, token_bytes
 from jaxkv.control.request_state import RequestState, Status
-from jaxkv.control.retention import Retention
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
 from jaxkv.core.plan import BlockCopy
+from jaxkv.core.retention import Retention
 
 # Blocks of generated tokens are published so many at a time, the rest when the request lets go of them: one by one they
 # cost the host nearly twice as much, felt at 256 rows. What others share of a running request is its prompt; a fork

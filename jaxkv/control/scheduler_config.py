@@ -6,8 +6,8 @@ from typing import Literal
 from jaxkv.control.cascade_cost import CascadeCost
 from jaxkv.control.eviction_choice import EVICTION_POLICIES
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.retention import Retention, retention_of
 from jaxkv.core.errors import ConfigError
+from jaxkv.core.retention import Retention, retention_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from jaxkv.control.block_manager import NULL_BLOCK
 from jaxkv.control.request_state import RequestState, Status
-from jaxkv.control.retention import Retention
+from jaxkv.core.retention import Retention
 
 
 def check_states(

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from jaxkv.core.request import SamplingParams, TokenLogprobs
 
+NULL_BLOCK = 0
+"""Never allocated: what padding and finished rows write to, and what stands in a table where nothing looks any more."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:

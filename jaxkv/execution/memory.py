@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import psutil
 
-from jaxkv.control.retention import Retention
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
+from jaxkv.core.retention import Retention
 from jaxkv.core.units import human_bytes
 
 GiB = 2**30

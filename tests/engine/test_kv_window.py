@@ -18,8 +18,9 @@ def greedy(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
     return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
 
 
-@pytest.mark.parametrize("chunk, num_decoded", [(128, 0), (17, 0), (64, 90)])
-@pytest.mark.parametrize("window, num_sinks", [(40, 5), (40, 0), (1, 1), (7, 33)])
+@pytest.mark.parametrize(
+    "chunk, num_decoded, window, num_sinks", [(128, 0, 40, 5), (17, 0, 7, 33), (64, 90, 40, 5), (64, 90, 1, 1), (17, 0, 40, 0)]
+)
 def test_logits_are_those_of_the_dense_model(chunk, num_decoded, window, num_sinks):
     config, storage = tiny_llama(), KVStorage(window=window, num_sinks=num_sinks)
     tensors, tokens = random_tensors(config), random_tokens(130)
@@ -77,9 +78,9 @@ def test_prompts_share_what_they_see_of_each_other():
 
 
 def _hashes(engine, prompt):
-    engine.add(greedy("probe", prompt, 1))
+    engine.scheduler.add(greedy("probe", prompt, 1))
     (state,) = engine.scheduler.waiting
-    engine.abort("probe")
+    engine.scheduler.finish("probe", FinishReason.ABORT)
     return state.block_hashes
 
 
@@ -93,14 +94,6 @@ def test_native_windows_give_blocks_back():
     assert len(prompt) + len(tokens) == 3 * 4 * 16
     logits = DenseModel(config, random_tensors(config)).logits(prompt + tokens)[99:-1]
     assert (logits.max(axis=1) - logits[np.arange(92), tokens]).max() < 2e-3
-
-
-def test_models_that_see_everything_keep_everything():
-    config = parse(tiny_config(
-        architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=16, max_window_layers=1,
-    ))  # fmt: skip
-    assert config.window_sizes == (None, 16)
-    assert make_engine(config).scheduler.retention is None
 
 
 def test_endless_generation_in_a_fixed_pool():

@@ -9,9 +9,9 @@ import dataclasses
 import zlib
 
 from jaxkv.control.executor import ExecutorLimits
-from jaxkv.control.retention import Retention
 from jaxkv.core.plan import Masking, RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import FinishReason, Request, TokenLogprobs
+from jaxkv.core.retention import Retention
 from jaxkv.core.token_constraint import allows
 from tests.support.constraints import constraint_for
 

@@ -11,7 +11,7 @@ find them as long as nobody overwrites them. In a request's list of blocks the n
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv.control.block_manager import NULL_BLOCK
+from jaxkv.core.plan import NULL_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
