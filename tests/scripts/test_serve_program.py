@@ -301,10 +301,13 @@ def test_a_signal_with_a_crowd_of_clients(program):
     assert refused == [503] * 10
     expected = dict.fromkeys(NO_REQUESTS, 2) | dict.fromkeys(ENDINGS, 12) | {"grammar": 4}
     assert collections.Counter(kind for kind, _ in crowd.answers) == expected
+    # A hostile grammar takes 3 s of CPU, one after another: on a fast machine the first is refused in time.
+    refused_grammars = [answer for _, answer in crowd.answers if "too much time" in answer]
+    assert len(refused_grammars) <= 1
     for kind, answer in crowd.answers:
         if kind in NO_REQUESTS:
             assert answer == "", (kind, answer)
-        else:
+        elif answer not in refused_grammars:
             (status, told), tokens = ENDINGS[kind], answer.count('"text":"x"')
             assert answer.startswith(f"HTTP/1.1 {status} ") and told in answer, (kind, answer[-300:])
             assert answer.endswith("data: [DONE]\n\n\r\n0\r\n\r\n") == ("stream" in kind), (kind, answer[-300:])
