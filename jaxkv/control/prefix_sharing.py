@@ -222,7 +222,7 @@ class PrefixSharing:
             return
         if end > state.num_published_blocks:  # under full names where the tokens are known
             self.publish(state, min(state.num_computed, end * self._block_size), planned=False)
-            if end > state.num_published_blocks:
+            if start <= state.num_published_blocks < end:  # the tail goes too, under its name
                 state.num_tail_tokens = 0
         self._blocks.free(state.blocks[start:end])
         state.blocks[start:end] = [NULL_BLOCK] * (end - start)

@@ -143,13 +143,15 @@ def _kernel(
     q_at = (token[:, None], q_head[:, None], channel[None, :])
     q = _load(q_ref.at[q_at], is_row[:, None], _row(is_channel))
 
-    def attend(i: jax.Array, carry, *, masked: bool):
-        """One KV tile. A tile that every row sees whole needs no mask."""
+    def attend(i: jax.Array, carry, *, masked: bool, far: bool = False):
+        """One KV tile. A tile that every row sees whole needs no mask; `far`: the window's far edge may lie in it."""
         largest, total, acc = carry
         first, offset = i * tile.tokens, jnp.arange(tile.tokens, dtype=jnp.int32)
         owned = first + offset < chunk.num_keys if masked else None
-        if masked and options.window is not None:  # what is behind every window may be somebody else's already
-            owned &= first + offset > chunk.begin + chunk.shift - options.window
+        if far and block_size < tile.tokens:  # of several blocks the first may be somebody else's already; of one never
+            begin = jnp.maximum(chunk.begin + chunk.shift + 1 - options.window, 0)
+            num_seen = jnp.maximum(chunk.num_keys - begin, 0)
+            owned = (first - begin + offset).astype(jnp.uint32) < num_seen.astype(jnp.uint32)
         if block_size >= tile.tokens:
             tiles = block_size // tile.tokens  # a block
             block = plt.load(table_ref.at[chunk.seq, _div(i, tiles)])
@@ -211,7 +213,7 @@ def _kernel(
         begin_whole = _div(jnp.maximum(end - options.window + tile.tokens - 1, 0), tile.tokens)
         begin_whole = jnp.minimum(begin_whole, num_tiles)
         end_whole = jnp.maximum(end_whole, begin_whole)
-        carry = jax.lax.fori_loop(begin_seen, begin_whole, functools.partial(attend, masked=True), carry)
+        carry = jax.lax.fori_loop(begin_seen, begin_whole, functools.partial(attend, masked=True, far=True), carry)
     carry = jax.lax.fori_loop(begin_whole, end_whole, functools.partial(attend, masked=False), carry)
     carry = jax.lax.fori_loop(end_whole, num_tiles, functools.partial(attend, masked=True), carry)
 

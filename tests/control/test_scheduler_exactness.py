@@ -75,3 +75,14 @@ def test_same_tokens_in_every_setting(caching, depth, budget, steps):
     assert driver.scheduler.stats.num_finished[FinishReason.LENGTH] == 14
     assert driver.scheduler.stats.generated_tokens == sum((1 + (i % 3 == 0)) * (6 + 2 * (i % 5)) for i in range(10))
     assert driver.scheduler.stats.cached_tokens > (100 if caching else 10)
+
+
+def test_a_tail_in_the_sinks_keeps_its_name_while_what_follows_goes():
+    """A prompt of one token is findable as a tail in the sinks' block, which stays when the blocks behind it go, and gets a
+    full block's name later: so many steps in flight that its next token is not known yet."""
+    limits = ExecutorLimits(16, 2, 2, 8, 2, 40, 1)
+    driver = Driver(limits, SchedulerConfig(decode_steps=1, window_sizes=(1,), num_sinks=1), depth=5)
+    for _ in range(2):
+        driver.add([1], SamplingParams(max_tokens=30))
+        driver.drain()
+    assert driver.scheduler.stats.num_finished[FinishReason.LENGTH] == 2
