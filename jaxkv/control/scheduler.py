@@ -322,7 +322,8 @@ class Scheduler:
     def _admissible_hit(self, state: RequestState, num_kept: int) -> PrefixHit | None:
         """What the cache has for the request, if it can be admitted now and `num_kept` blocks stay free.
 
-        Room for all known tokens at once, so that a half-prefilled prompt is never stuck or preempts others. One more
+        Room for all known tokens at once, or with windows for all that is held at once, so that a half-prefilled prompt
+        is not stuck and preempts nobody (but where the blocks it gives back are still shared by others). One more
         block for every running row stays free: without it a request would be admitted only to be preempted as soon as
         its elders grow.
         """
