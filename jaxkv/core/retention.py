@@ -52,19 +52,17 @@ class Retention:
     def num_findable(self, found: Sequence[int | None], num_tokens: int) -> int:
         """Of the full blocks of `num_tokens` tokens, which are in the cache or not (None): the most leading ones that need
         not be computed, since of those that are looked at behind them none is missing."""
-        most = in_a_row = 0
+        most, last_missing = 0, -1
         for place, block in enumerate(found):
-            if block is not None:
-                in_a_row += 1
-                end = place + 1
-                # Of the last block a token is computed, all of them where it can't be copied.
-                next_query = (end if end * self.block_size < num_tokens else place) * self.block_size
-                if in_a_row >= end - self.first_seen(next_query):
-                    most = end
-            elif place < self.num_sink_blocks:
-                break
-            else:
-                in_a_row = 0
+            if block is None:
+                if place < self.num_sink_blocks:
+                    break
+                last_missing = place
+            # Of a prompt's last block a token is computed, all of them where it can't be copied.
+            is_last = (place + 1) * self.block_size == num_tokens
+            next_query = (place if is_last else place + 1) * self.block_size
+            if last_missing < self.first_seen(next_query):
+                most = place + 1
         return most
 
     def seen_of(self, blocks: Sequence[int]) -> tuple[int, ...]:

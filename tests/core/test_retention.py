@@ -39,12 +39,7 @@ def test_the_most_is_not_too_much():
         assert max(needed) == retention.max_blocks == retention.num_blocks(10**9)
 
 
-# With a window of one token even the last block might be missing: nobody has that.
-@hypothesis.given(
-    RETENTIONS.filter(lambda retention: retention.window > 1),
-    st.lists(st.sampled_from([None, 1, 2]), max_size=20),
-    st.integers(0, 3),
-)
+@hypothesis.given(RETENTIONS, st.lists(st.sampled_from([None, 1, 2]), max_size=20), st.integers(0, 3))
 def test_findable_is_what_needs_no_missing_block(retention, found, rest):
     size = retention.block_size
     num_tokens = len(found) * size + min(rest, size - 1)

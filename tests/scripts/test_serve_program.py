@@ -175,7 +175,7 @@ def test_it_answers_while_the_model_loads(program):
         except httpx.ConnectError:
             assert not seen and process.poll() is None, "it answered before"
         time.sleep(0.1)
-    assert seen[0] == 503 and seen.count(503) >= 2
+    assert set(seen[:-1]) == {503}  # how often hangs on the machine
 
 
 def test_a_signal_while_loading_ends_it_at_once(program):
