@@ -32,7 +32,7 @@ test-prometheus: $(INSTALLED)
 # The GPU kernels and step functions, compiled for GPUs on any machine: tests of their machine code. A virtual environment of
 # its own, since JAX looks for a GPU at every start once the CUDA plugin is installed.
 gpu-build:
-	$(MAKE) VENV=$(VENV)-gpu_build EXTRAS=test,gpu_build gpu-build-tests
+	$(MAKE) VENV=$(VENV)-gpu_build EXTRAS=test,gpu-build gpu-build-tests
 
 gpu-build-tests: $(INSTALLED)
 	JAX_PLATFORMS=cpu $(PY) -m pytest -m gpu_build $(TESTS)

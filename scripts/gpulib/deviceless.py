@@ -1,4 +1,4 @@
-"""XLA:GPU compilation without a GPU or driver: needs jax's CUDA plugin and ptxas, both from PyPI (extra `gpu_build`)."""
+"""XLA:GPU compilation without a GPU or driver: needs jax's CUDA plugin and ptxas, both from PyPI (extra `gpu-build`)."""
 
 import functools
 import glob
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpulib.targets import TARGETS
 
-INSTALL = "pip install -e '.[gpu_build]'"
+INSTALL = "pip install -e '.[gpu-build]'"
 
 
 def missing() -> str | None:
