@@ -6,7 +6,7 @@
     python scripts/check_gpu_build.py --kernels= --step_models=llama-3-8b
 
 Nothing runs on a GPU: registers, spills, shared memory, loads and instructions are what the compiler says, held against
-pallas_kernels/gpu_budgets.toml. Needs jax's CUDA plugin, ptxas and nvdisasm (pip install -e '.[gpu_build]').
+pallas_kernels/gpu_budgets.toml. Needs jax's CUDA plugin, ptxas and nvdisasm (pip install -e '.[gpu-build]').
 """
 
 import os

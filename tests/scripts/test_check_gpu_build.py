@@ -28,7 +28,7 @@ def test_without_the_tools_it_says_what_to_install(monkeypatch, tmp_path):
         return
     done = run("--kernels=block_copy", path=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.endswith("pip install -e '.[gpu_build]'\n")
+    assert done.stderr.endswith("pip install -e '.[gpu-build]'\n")
 
 
 @pytest.mark.parametrize(
