@@ -101,7 +101,7 @@ def draw(path: str, trace: Trace, outcome: ReplayReport) -> None:
         )
         values = values[:: max(1, len(values) // 2000)]  # as many as can be told apart
         spread.plot(values, [(place + 1) / len(values) for place in range(len(values))], label=heading)
-    spread.set(xscale="symlog", xlabel="seconds", ylabel="share of requests", title="at most so long")
+    spread.set(xlabel="seconds", ylabel="share of requests", title="at most so long")
     spread.set_xscale("symlog", linthresh=1e-3)
     shares = [metrics.num_cached_tokens / metrics.num_prompt_tokens for metrics in done]
     hits.scatter([metrics.num_prompt_tokens for metrics in done], shares, s=3)

@@ -56,5 +56,5 @@ def test_plans_are_equal(decode_steps, stagger, num_blocks):
     assert {key: tokens_of(value) for key, value in again.items()} == {
         key: tokens_of(value) for key, value in news.items()
     }
-    assert num_blocks > 14 or real.stats.preemptions > 0
+    assert num_blocks > 12 or real.stats.preemptions > 0
     assert simulated.stats.preemptions == real.stats.preemptions

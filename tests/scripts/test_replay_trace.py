@@ -1,5 +1,6 @@
 """The replay program as a user runs it, and the fit behind its measured cost models."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,9 +10,13 @@ import sys
 import numpy as np
 import pytest
 from benchlib.calibration import Point, fit
+from benchlib.replay_setup import set_up
 
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import UserError
 from jaxkv.core.plan import PlanShape
 from jaxkv.simulation.fitted_cost import FittedCostModel
+from jaxkv.simulation.traces import read_trace
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -86,18 +91,22 @@ def test_a_device_decides_pool_and_times():
 def test_mistakes_are_named(tmp_path):
     lengths = tmp_path / "t.csv"
     lengths.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    trace = write_trace(tmp_path / "t.jsonl", 2)
     for arguments, message in (
         (("--leaf_only",), "leaf_only is set, but policy is 'lru'"),
-        (("--capacity_blocks=many",), "capacity_blocks is 'many'"),
-        (("--speed=0",), "speed is 0.0"),
-        (("--trace=/no/such/file",), "/no/such/file"),
         ((f"--trace={lengths}", "--serial"), "no hash_ids"),
-        ((f"--trace={trace}", "--block_size=48"), "block_size is 48"),
-        (("--cost_model=/no/such/file",), "/no/such/file holds no cost model"),
     ):
         done = run("replay_trace.py", *arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr
+    trace, config = read_trace(write_trace(tmp_path / "t.jsonl", 2)), EngineConfig(model="llama-3-8b")
+    for changed, options, message in (
+        ({"block_size": 48}, {}, "block_size is 48"),
+        ({"max_num_seqs": 0}, {}, "max_num_seqs is 0"),
+        ({}, {"capacity_blocks": 0}, "capacity_blocks is 0"),
+        ({}, {"device": "abacus"}, "device is 'abacus'"),
+        ({}, {"cost_model": "/no/such/file"}, "/no/such/file holds no cost model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            set_up(dataclasses.replace(config, **changed), trace, **options)
 
 
 def test_the_fit_finds_what_the_calls_were_made_of():
