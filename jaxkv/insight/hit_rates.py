@@ -6,14 +6,23 @@ Works on RequestRecords, so that a log gives the same tables as a running server
 import collections
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxkv.core.metrics import PROMPT_LENGTHS, MissReason, percentile, prompt_length_bucket
+from jaxkv.core.metrics import PROMPT_LENGTHS, MissReason, prompt_length_bucket
 from jaxkv.core.request_record import RequestRecord
 
 NO_CALLER, OTHER_CALLERS = "(none)", "(other)"
 # What makes a tail worth a warning: see `hidden_tails`.
 GOOD_HIT_RATE, POOR_SHARE, SLOW_FACTOR, FEWEST_REQUESTS = 0.5, 0.5, 3.0, 5
+
+
+_REASONS = [reason.value for reason in MissReason]
+_COUNTS = {
+    field: operator.attrgetter(field)
+    for field in ("prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "preemptions")
+}
+_TIMES = {field: operator.attrgetter(field) for field in ("queue", "prefill", "decode", "ttft", "itl", "e2e")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +34,25 @@ class Quantiles:
     p99: float
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> "Quantiles":
-        known = sorted([value for value in values if value is not None])
-        return cls(*[percentile(known, q) for q in (50, 95, 99)])
+    def of(cls, values: Iterable[float]) -> "Quantiles":
+        return cls._of_sorted(sorted(values), (0.5, 0.95, 0.99))
 
     @classmethod
     def reached(cls, values: Iterable[float]) -> "Quantiles":
         """What 50, 95 and 99 % of the values are not below: of hit rates the low end is the bad one."""
-        known = sorted(values)
-        return cls(*[percentile(known, 100 - q) for q in (50, 95, 99)])
+        return cls._of_sorted(sorted(values), (0.5, 0.05, 0.01))
+
+    @classmethod
+    def _of_sorted(cls, ordered: Sequence[float], shares: Sequence[float]) -> "Quantiles":
+        """As `percentile`, of values that are sorted once for all three."""
+        if not ordered:
+            return cls(math.nan, math.nan, math.nan)
+        found = []
+        for share in shares:
+            below, part = divmod((len(ordered) - 1) * share, 1)
+            low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+            found.append(low + (high - low) * part)
+        return cls(*found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,23 +89,21 @@ class Group:
 
     @classmethod
     def of(cls, name: str, records: Sequence[RequestRecord]) -> "Group":
-        phases = ("queue", "prefill", "decode")
+        missed = dict.fromkeys(_REASONS, 0)
+        for record in records:
+            for reason, tokens in record.missed.items():
+                missed[reason] = missed.get(reason, 0) + tokens  # also one of a later version's log
+        times = {
+            field: [seconds for seconds in map(get, records) if seconds is not None] for field, get in _TIMES.items()
+        }
         return cls(
             name=name,
             requests=len(records),
-            **{
-                counted: sum([getattr(record, counted) for record in records])
-                for counted in ("prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "preemptions")
-            },
-            missed={
-                reason.value: sum([record.missed.get(reason.value, 0) for record in records]) for reason in MissReason
-            },
+            missed=missed,
             hit_rates=Quantiles.reached([record.hit_rate for record in records]),
-            **{
-                time: Quantiles.of([getattr(record, time) for record in records])
-                for time in (*phases, "ttft", "itl", "e2e")
-            },
-            split={phase: sum([getattr(record, phase) or 0.0 for record in records]) for phase in phases},
+            split={phase: sum(times[phase]) for phase in ("queue", "prefill", "decode")},
+            **{field: sum(map(get, records)) for field, get in _COUNTS.items()},
+            **{field: Quantiles.of(seconds) for field, seconds in times.items()},
         )
 
 
@@ -117,22 +134,28 @@ def split_by_caller(records: Iterable[RequestRecord], most: int = 10) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class TimeBin:
-    """What ended from `start` (Unix time) to `start + seconds`."""
+    """Requests that ended from `start` (Unix time) to `start + seconds`; `hit_rate` as in Group."""
 
     start: float
     seconds: float
-    group: Group
+    requests: int
+    hit_rate: float
+    ttft: Quantiles
 
 
 def by_time(records: Iterable[RequestRecord], start: float, seconds: float, count: int) -> tuple[TimeBin, ...]:
-    """`count` bins of `seconds` each from the Unix time `start`, by when requests ended; what ended outside is left
-    out."""
+    """`count` bins of `seconds` each from the Unix time `start`; what ended outside of them is left out."""
     bins: list[list[RequestRecord]] = [[] for _ in range(count)]
     for record in records:
-        if record.ended is not None and 0 <= (place := math.floor((record.ended - start) / seconds)) < count:
+        ended = record.ended
+        if ended is not None and 0 <= (place := math.floor((ended - start) / seconds)) < count:
             bins[place].append(record)
-    starts = [start + place * seconds for place in range(count)]
-    return tuple([TimeBin(begin, seconds, Group.of("", own)) for begin, own in zip(starts, bins, strict=True)])
+    return tuple(
+        [
+            TimeBin(start + place * seconds, seconds, len(own), _hit_rate(own), Quantiles.of(_ttft(own)))
+            for place, own in enumerate(bins)
+        ]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,16 +175,18 @@ def hidden_tails(split: Mapping[str, Sequence[RequestRecord]]) -> tuple[HiddenTa
     The hit rate over all is at least 50 %, and the group, of 5 requests or more, has at most half of it and a P99 of
     TTFT at least three times that of all others.
     """
-    ttft = {name: [record.ttft for record in records if record.ttft is not None] for name, records in split.items()}
+    ttft = {name: _ttft(records) for name, records in split.items()}
     rates = {name: _hit_rate(records) for name, records in split.items()}
     whole = _hit_rate([record for records in split.values() for record in records])
     tails = []
     for name, records in split.items():
-        others = [seconds for other in ttft if other != name for seconds in ttft[other]]
-        if len(records) < FEWEST_REQUESTS or not others or not ttft[name]:
+        if not (whole >= GOOD_HIT_RATE and rates[name] <= POOR_SHARE * whole and len(records) >= FEWEST_REQUESTS):
             continue
-        own_p99, others_p99 = percentile(ttft[name], 99), percentile(others, 99)
-        if whole >= GOOD_HIT_RATE and rates[name] <= POOR_SHARE * whole and own_p99 >= SLOW_FACTOR * others_p99:
+        others = [seconds for other in ttft if other != name for seconds in ttft[other]]
+        if not others or not ttft[name]:
+            continue
+        own_p99, others_p99 = Quantiles.of(ttft[name]).p99, Quantiles.of(others).p99
+        if own_p99 >= SLOW_FACTOR * others_p99:
             tails.append(HiddenTail(name, len(records), rates[name], own_p99, others_p99))
     return tuple(sorted(tails, key=lambda tail: -tail.ttft_p99))
 
@@ -170,3 +195,7 @@ def _hit_rate(records: Sequence[RequestRecord]) -> float:
     """Of tokens; NaN of none."""
     tokens = sum([record.prompt_tokens for record in records])
     return sum([record.cached_tokens for record in records]) / tokens if tokens else math.nan
+
+
+def _ttft(records: Iterable[RequestRecord]) -> list[float]:
+    return [record.ttft for record in records if record.ttft is not None]

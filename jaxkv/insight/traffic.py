@@ -93,7 +93,7 @@ class Traffic:
         """Those of the window that ended since then (Unix time), oldest end first."""
         with self._lock:
             records = list(self._records)
-        return [record for record in records if record.ended >= since]
+        return _since(records, since)
 
     def report(self) -> TrafficReport:
         """As of now, or a moment ago."""
@@ -110,16 +110,17 @@ class Traffic:
         return TrafficReport(
             now=now,
             whole=Group.of("all", records),
-            windows={
-                name: Group.of(name, [record for record in records if record.ended >= now - seconds])
-                for name, seconds in WINDOWS.items()
-            },
+            windows={name: Group.of(name, _since(records, now - seconds)) for name, seconds in WINDOWS.items()},
             by_prompt_length=groups(by_length),
             by_caller=groups(by_caller),
             by_time=_time_bins(records, now),
             tails_by_prompt_length=hidden_tails(by_length),
             tails_by_caller=hidden_tails(by_caller),
         )
+
+
+def _since(records: list[RequestRecord], start: float) -> list[RequestRecord]:
+    return [record for record in records if record.ended >= start]
 
 
 def _time_bins(records: list[RequestRecord], now: float) -> tuple[TimeBin, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from jaxkv.core.metrics import EngineSnapshot, Histogram
-from jaxkv.insight.hit_rates import Group, TimeBin
+from jaxkv.insight.hit_rates import Group
 from jaxkv.insight.traffic import WINDOW_SECONDS
 from jaxkv.server.history import History, HistoryPoint
 from jaxkv.server.serving import Serving
@@ -55,7 +55,7 @@ def data(serving: Serving) -> dict[str, Any]:
         "windows": {name: _group(group) for name, group in report.windows.items()},
         "by_prompt_length": [_group(group) for group in report.by_prompt_length],
         "by_caller": [_group(group) for group in report.by_caller],
-        "by_time": [_time_bin(time_bin) for time_bin in report.by_time],
+        "by_time": [dataclasses.asdict(time_bin) for time_bin in report.by_time],
         "tails": [
             {"by": by, **dataclasses.asdict(tail)}
             for by, tails in (
@@ -73,17 +73,6 @@ def data(serving: Serving) -> dict[str, Any]:
 
 def _group(group: Group) -> dict[str, Any]:
     return {**dataclasses.asdict(group), "hit_rate": group.hit_rate}
-
-
-def _time_bin(time_bin: TimeBin) -> dict[str, Any]:
-    group = time_bin.group
-    return {
-        "start": time_bin.start,
-        "seconds": time_bin.seconds,
-        "requests": group.requests,
-        "hit_rate": group.hit_rate,
-        "ttft": dataclasses.asdict(group.ttft),
-    }
 
 
 def _pool(now: EngineSnapshot) -> dict[str, int]:
