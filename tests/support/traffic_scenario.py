@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.constraints.compiler import ConstraintCompiler
@@ -111,9 +113,10 @@ def play(scenario: str, start: float = 0.0, log: RequestLog | None = None) -> Pl
 
 
 class ScenarioServer:
-    """The application of a played scenario on a port of 127.0.0.1, until the block ends."""
+    """The application of a played scenario on a port of 127.0.0.1, until the block ends. `around`: what to put in front of
+    it."""
 
-    def __init__(self, scenario: str, guards: dict | None = None):
+    def __init__(self, scenario: str, around: Callable[[ASGIApp], ASGIApp] = guard):
         small = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "small_tokenizers.py"))
         tokenizer = small["byte_level"]()
         self.played = play(scenario, start=time.time() - SECONDS_OF_TRAFFIC)
@@ -128,7 +131,7 @@ class ScenarioServer:
         )  # fmt: skip
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        app = guard(create_app(serving), **(guards or {}))
+        app = around(create_app(serving))
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off"))
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._listener])), daemon=True
