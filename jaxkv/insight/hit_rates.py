@@ -160,34 +160,33 @@ def by_time(records: Iterable[RequestRecord], start: float, seconds: float, coun
 
 @dataclasses.dataclass(frozen=True)
 class HiddenTail:
-    """A group that a good mean hides. P99 of TTFT in seconds, of the group and of all other requests."""
+    """A group that a good mean hides. P99 of TTFT in seconds, of the group and of the requests of those that hit."""
 
     name: str
     requests: int
     hit_rate: float
     ttft_p99: float
-    ttft_p99_of_others: float
+    ttft_p99_of_hits: float
 
 
 def hidden_tails(split: Mapping[str, Sequence[RequestRecord]]) -> tuple[HiddenTail, ...]:
     """The groups that miss while the whole seems fine, slowest first.
 
     The hit rate over all is at least 50 %, and the group, of 5 requests or more, has at most half of it and a P99 of
-    TTFT at least three times that of all others.
+    TTFT at least three times that of the groups which have more.
     """
-    ttft = {name: _ttft(records) for name, records in split.items()}
     rates = {name: _hit_rate(records) for name, records in split.items()}
     whole = _hit_rate([record for records in split.values() for record in records])
+    hits = [seconds for name in split if rates[name] > POOR_SHARE * whole for seconds in _ttft(split[name])]
+    if not (whole >= GOOD_HIT_RATE and hits):
+        return ()
+    hits_p99 = Quantiles.of(hits).p99
     tails = []
     for name, records in split.items():
-        if not (whole >= GOOD_HIT_RATE and rates[name] <= POOR_SHARE * whole and len(records) >= FEWEST_REQUESTS):
-            continue
-        others = [seconds for other in ttft if other != name for seconds in ttft[other]]
-        if not others or not ttft[name]:
-            continue
-        own_p99, others_p99 = Quantiles.of(ttft[name]).p99, Quantiles.of(others).p99
-        if own_p99 >= SLOW_FACTOR * others_p99:
-            tails.append(HiddenTail(name, len(records), rates[name], own_p99, others_p99))
+        own_p99 = Quantiles.of(_ttft(records)).p99
+        is_slow = len(records) >= FEWEST_REQUESTS and own_p99 >= SLOW_FACTOR * hits_p99
+        if is_slow and rates[name] <= POOR_SHARE * whole:
+            tails.append(HiddenTail(name, len(records), rates[name], own_p99, hits_p99))
     return tuple(sorted(tails, key=lambda tail: -tail.ttft_p99))
 
 
