@@ -1,7 +1,7 @@
 """/metrics of hit rates by length of prompt and by caller: what a mean over all requests hides.
 
 Counters and histograms are the engine's, since the start, with the rest of its snapshot. Gauges named `recent` are of the
-latest requests (`Traffic`'s window) and say what Prometheus cannot work out: quantiles of hit rates, and shares of callers,
+latest requests (`Traffic`'s window) and say what Prometheus cannot work out: percentiles of hit rates, and shares of callers,
 whose names come and go.
 """
 
@@ -16,7 +16,8 @@ from jaxkv.insight.hit_rates import Group, Quantiles
 from jaxkv.insight.traffic import TrafficReport
 
 _LABELS = ("model_name", "engine")
-_QUANTILES = {"0.5": "p50", "0.95": "p95", "0.99": "p99"}
+# No label named quantile: promtool wants summaries behind it.
+_PERCENTILES = {"50": "p50", "95": "p95", "99": "p99"}
 _PHASES = ("queue", "prefill", "decode", "ttft", "itl", "e2e")
 
 
@@ -56,7 +57,7 @@ class TrafficMetrics:
             yield family
 
     def recent(self, report: TrafficReport) -> Iterator[Metric]:
-        """Nothing while no request has ended in the window: there are no quantiles of nothing."""
+        """Nothing while no request has ended in the window: there are no percentiles of nothing."""
         if not report.whole.requests:
             return
         lengths = [group for group in report.by_prompt_length if group.requests]
@@ -68,7 +69,7 @@ class TrafficMetrics:
                 hit_rates.add_metric((*self._labels, window), group.hit_rate)
         yield hit_rates
         seconds = self._gauge(
-            "jaxkv_recent_request_seconds", "Times of requests, of all together.", ("phase", "quantile")
+            "jaxkv_recent_request_seconds", "Times of requests, of all together.", ("phase", "percentile")
         )
         for phase in _PHASES:
             self._add(seconds, (phase,), getattr(report.whole, phase))
@@ -79,11 +80,11 @@ class TrafficMetrics:
         tokens = self._gauge(f"jaxkv_recent_{prefix}prompt_tokens", f"Prompt tokens {how}.", (label, "source"))
         rates = self._gauge(
             f"jaxkv_recent_{prefix}hit_rate_reached", f"Hit rate that so many requests reach, {how}.",
-            (label, "quantile"),
+            (label, "percentile"),
         )  # fmt: skip
         ttft = self._gauge(
             f"jaxkv_recent_{prefix}time_to_first_token_seconds", f"From arrival to the first token, {how}.",
-            (label, "quantile"),
+            (label, "percentile"),
         )  # fmt: skip
         for group in groups:
             requests.add_metric((*self._labels, group.name), group.requests)
@@ -94,9 +95,9 @@ class TrafficMetrics:
         yield from (family for family in (requests, tokens, rates, ttft) if family.samples)
 
     def _add(self, family: GaugeMetricFamily, labels: tuple[str, ...], values: Quantiles) -> None:
-        for quantile, name in _QUANTILES.items():
+        for percentile, name in _PERCENTILES.items():
             if not math.isnan(value := getattr(values, name)):
-                family.add_metric((*self._labels, *labels, quantile), value)
+                family.add_metric((*self._labels, *labels, percentile), value)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
         return CounterMetricFamily(name, text, labels=(*_LABELS, *labels))
