@@ -52,7 +52,9 @@ _DRAIN_TIMEOUT = flags.DEFINE_float(
     "drain_timeout", 30.0, "Seconds that running requests may go on after the first SIGTERM or Ctrl-C.", lower_bound=0.0
 )
 _REQUEST_LOG = flags.DEFINE_string(
-    "request_log", None, "File to append a line of JSON to for each request that has ended: times, tokens, hits. No texts."
+    "request_log",
+    None,
+    "File to append a line of JSON to for each request that has ended: times, tokens, hits. No texts.",
 )
 _REQUEST_LOG_TOKENS = flags.DEFINE_boolean(
     "request_log_tokens", False, "Log the token ids of prompts and outputs too, which can be turned back into texts."
@@ -134,9 +136,7 @@ class _Server(uvicorn.Server):
         traffic: Traffic,
     ):
         self._front = Front()
-        app = guard(
-            self._front, api_keys=keys, api_key_names=key_names, max_body_bytes=flags.FLAGS.max_body_bytes
-        )
+        app = guard(self._front, api_keys=keys, api_key_names=key_names, max_body_bytes=flags.FLAGS.max_body_bytes)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -59,9 +59,11 @@ def test_the_parts_add_up_to_the_whole(records, most):
             assert part.hit_rate == pytest.approx(part.cached_tokens / part.prompt_tokens) if part.requests else True
     assert list(split_by_prompt_length(records)) == list(PROMPT_LENGTHS)
     callers = split_by_caller(records, most)
-    assert len(callers) <= most + 1 and list(callers).index(OTHER_CALLERS) == len(callers) - 1 if (
-        OTHER_CALLERS in callers
-    ) else len(callers) <= most
+    assert (
+        len(callers) <= most + 1 and list(callers).index(OTHER_CALLERS) == len(callers) - 1
+        if (OTHER_CALLERS in callers)
+        else len(callers) <= most
+    )
     tokens = [sum(r.prompt_tokens for r in own) for name, own in callers.items() if name != OTHER_CALLERS]
     assert tokens == sorted(tokens, reverse=True)
 

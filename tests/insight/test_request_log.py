@@ -66,7 +66,12 @@ def test_every_field(path):
     prompt = range(10, 50)  # 2.5 blocks
     run(
         RequestLog(str(path)),
-        [ask("a", prompt, caller="me"), ask("b", prompt), ask("salted", prompt, 9, cache_salt="pepper"), ask("one", [7], 1)],
+        [
+            ask("a", prompt, caller="me"),
+            ask("b", prompt),
+            ask("salted", prompt, 9, cache_salt="pepper"),
+            ask("one", [7], 1),
+        ],
     )
     records = read(path)
     a, b, salted, one = (records[name] for name in ("a", "b", "salted", "one"))
@@ -78,7 +83,11 @@ def test_every_field(path):
     assert a.itl == a.itl_max == pytest.approx(0.00451) and a.e2e == pytest.approx(a.ttft + a.decode)
     # All but the last token, of blocks and of the tail.
     assert (b.cached_tokens, b.computed_tokens, b.missed) == (39, 1, {"last_token": 1})
-    assert salted.salt == salt_name("pepper") and salted.missed == {"salt": 32, "first_seen": 8} and "pepper" not in path.read_text()
+    assert (
+        salted.salt == salt_name("pepper")
+        and salted.missed == {"salt": 32, "first_seen": 8}
+        and "pepper" not in path.read_text()
+    )
     assert (one.itl, one.itl_max, one.decode, one.blocks) == (None, None, 0.0, ())
     for record in records.values():
         assert record.cached_tokens + sum(record.missed.values()) == record.prompt_tokens
@@ -105,7 +114,9 @@ def test_blocks_are_named_without_a_prefix_cache_too(path):
 
 def test_preempted_aborted_and_forked_requests(path):
     small = dataclasses.replace(LIMITS, num_blocks=10)
-    requests = [ask(name, range(1000 * number, 1000 * number + 30), 60, together=True) for number, name in enumerate("ab")]
+    requests = [
+        ask(name, range(1000 * number, 1000 * number + 30), 60, together=True) for number, name in enumerate("ab")
+    ]
     engine = run(RequestLog(str(path)), [*requests, ask("n", range(20), 3, n=2), ask("gone", [1] * 20, 50)],
                  limits=small, abort={"gone"})  # fmt: skip
     records = read(path)
@@ -137,7 +148,9 @@ def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
         engine = run(log, [ask(str(number), [number] * 30) for number in range(20)])
     assert sum(engine.stats.num_finished.values()) == 20 and engine.failed is None
     assert log.failed == "No space left on device"
-    assert [entry.message for entry in caplog.records] == ["the request log /dev/full ends here: No space left on device"]
+    assert [entry.message for entry in caplog.records] == [
+        "the request log /dev/full ends here: No space left on device"
+    ]
 
 
 def test_a_slow_disk_holds_nobody_up(path, monkeypatch, caplog):
@@ -149,7 +162,9 @@ def test_a_slow_disk_holds_nobody_up(path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         engine = run(log, [ask(str(number), [number] * 30) for number in range(40)])
     assert sum(engine.stats.num_finished.values()) == 40 and log.num_lost >= 28
-    assert [entry.message for entry in caplog.records] == [f"the request log {path} loses records: the disk is too slow"]
+    assert [entry.message for entry in caplog.records] == [
+        f"the request log {path} loses records: the disk is too slow"
+    ]
     monkeypatch.undo()
     gate.set()
     log.close()

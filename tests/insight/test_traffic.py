@@ -44,7 +44,9 @@ def test_the_reports_numbers_are_the_engines(played):
     engine, report = played[0].engine, played[0].traffic.report()
     now = engine.snapshot()
     assert report.whole.requests == sum(now.num_finished.values()) == sum(c.requests for c in now.by_prompt_length)
-    assert report.whole.prompt_tokens == now.prompt_tokens and report.whole.cached_tokens == now.cached_tokens == now.hit
+    assert (
+        report.whole.prompt_tokens == now.prompt_tokens and report.whole.cached_tokens == now.cached_tokens == now.hit
+    )
     assert report.whole.missed == {reason.value: count for reason, count in now.missed.items()}
     assert report.whole.computed_tokens == now.computed_tokens and report.whole.preemptions == now.preemptions
     for name, group, counts in zip(PROMPT_LENGTHS, report.by_prompt_length, now.by_prompt_length, strict=True):

@@ -85,7 +85,7 @@ def test_a_header_of_any_bytes_is_a_name():
 
 def test_strange_names_break_nothing(sim):
     server = sim()
-    names = ['<script>alert(1)</script>', 'a"b\\c', "{}=,", "(other)", "(none)", "😀" * 100]
+    names = ["<script>alert(1)</script>", 'a"b\\c', "{}=,", "(other)", "(none)", "😀" * 100]
     for name in names:
         ask(server, user=name)
     ask(server)
