@@ -50,7 +50,7 @@ def pytest_sessionfinish(session, exitstatus):
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist sees a part of the tests
         return
     whole = config.args == config.getini("testpaths") and not config.option.keyword
-    marks = "not slow and not gpu_build and not prometheus and not clients"  # those of `make test`
+    marks = "not slow and not gpu_build and not prometheus and not clients and not browser"  # those of `make test`
     if not whole or exitstatus != 0 or config.option.markexpr != marks:
         return
     expected = 0 if importlib.util.find_spec("torch") else TORCH_MODULES

@@ -159,6 +159,7 @@ class Request:
       constraint: what the sampling parameters allow (`jaxkv.constraints`), in its first state; each sequence moves a copy.
       block_names: of unseen tokens: what stands for the hashes of the leading full blocks, those of the prompt and maybe
         of the output. Equal names mean equal tokens from the start up to there. Blocks behind them are like no others.
+      caller: who sent it, for the statistics alone.
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class Request:
     cache_salt: str | None = None
     constraint: TokenConstraint | None = None
     block_names: Sequence[bytes] = ()
+    caller: str | None = None
 
     @property
     def is_unseen(self) -> bool:
