@@ -66,7 +66,7 @@ def _clusters_at(prompts: Sequence[bytes], members: list[int], head: bytes) -> I
         if len(group) < min(MIN_REQUESTS, count):
             continue
         documents = movable_documents(group)
-        template = template_of(head, group)
+        template = template_of(head, group, documents)
         if not documents and template is None:
             continue
         found = [number for number in left if _belongs(prompts[number], template, documents)]

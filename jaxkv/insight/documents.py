@@ -32,7 +32,7 @@ def place_documents(prompt: bytes, documents: Collection[bytes]) -> list[tuple[i
     return placed
 
 
-def with_sorted_documents(prompt: bytes, documents: Collection[bytes]) -> bytes:
+def sort_documents(prompt: bytes, documents: Collection[bytes]) -> bytes:
     """The prompt with these documents in one order, that of their tokens, each in the place of another."""
     placed = place_documents(prompt, documents)
     parts, end = [], 0

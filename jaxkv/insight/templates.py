@@ -108,10 +108,11 @@ class Template:
         return tuple(fields)
 
 
-def template_of(head: bytes, behind: Sequence[Chunked]) -> Template | None:
-    """The template of prompts that begin with `head` and go on in these chunks; None if nothing is common behind."""
+def template_of(head: bytes, behind: Sequence[Chunked], documents: frozenset[bytes] = frozenset()) -> Template | None:
+    """The template of prompts that begin with `head` and go on in these chunks, of which those that come in any order
+    are no part; None if nothing is common behind."""
     enough = COMMON_SHARE * len(behind)
-    counts = Counter(chunk for one in behind for chunk in set(one.chunks))
+    counts = Counter(chunk for one in behind for chunk in set(one.chunks) - documents)
     pairs = Counter(pair for one in behind for pair in set(zip(one.chunks, one.chunks[1:])))
     bodies = [b"".join(one.chunks) for one in behind]
     cursors: list[int | None] = [0] * len(bodies)
