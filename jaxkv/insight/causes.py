@@ -40,9 +40,18 @@ class SameElsewhere:
 
 
 def causes_of(
-    request: LoggedRequest, served: Served, parting: Parting, same: SameElsewhere, block_size: int
+    request: LoggedRequest,
+    served: Served,
+    parting: Parting,
+    same: SameElsewhere,
+    block_size: int,
+    num_overwritten: int = 0,
 ) -> dict[Cause, int]:
-    """Tokens by cause; their sum is what was not cached. Causes without tokens are left out."""
+    """Tokens by cause; their sum is what was not cached. Causes without tokens are left out.
+
+    `num_overwritten`: tokens that the pool cannot have kept, which the engine counts as first seen once it has forgotten
+    that it evicted them.
+    """
     left = request.num_tokens - served.cached
     causes: dict[Cause, int] = {}
 
@@ -51,12 +60,13 @@ def causes_of(
         tokens = max(0, min(tokens, left))
         left -= tokens
         if tokens:
-            causes[cause] = tokens
+            causes[cause] = causes.get(cause, 0) + tokens
         return tokens
 
     missed = served.missed
     taken = take(Cause.NEEDS_LOGITS, missed.get(MissReason.NEEDS_LOGITS.value, 0))
     taken += take(Cause.EVICTED, missed.get(MissReason.EVICTED.value, 0))
+    taken += take(Cause.EVICTED, num_overwritten - causes.get(Cause.EVICTED, 0))
     taken += take(Cause.LAST_TOKEN, missed.get(MissReason.LAST_TOKEN.value, 0))
     once_there = parting.num_same_salt - served.cached - taken
     in_a_block = once_there if once_there < block_size else missed.get(MissReason.SHORTER_THAN_BLOCK.value, 0)

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxkv.core.metrics import MissReason
 from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.insight.causes import Cause, SameElsewhere, causes_of
 from jaxkv.insight.clusters import Cluster, find_clusters
@@ -11,6 +12,7 @@ from jaxkv.insight.findings import Finding
 from jaxkv.insight.nearest import Parting, find_partings
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.prompt_replay import Pool, Served, replay_prompts
+from jaxkv.insight.reuse_distance import least_capacity, needed_capacities
 from jaxkv.insight.same_elsewhere import find_same_elsewhere
 from jaxkv.insight.token_texts import TokenBytes
 
@@ -19,23 +21,31 @@ OWN_GROUP = 20  # requests of a caller from which on they are compared among the
 
 @dataclasses.dataclass(frozen=True)
 class RequestCauses:
-    """One request: what was found of it, where it parts from the nearest earlier one, and why the rest was computed."""
+    """One request: what was found of it, where it parts from the nearest earlier one, and why the rest was computed.
+
+    Attributes:
+      needed_capacities: usable blocks that a pool needs to keep each leading block since its last use.
+    """
 
     served: Served
     parting: Parting
     causes: Mapping[Cause, int]
+    needed_capacities: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
     """Attributes:
     requests: in the log's order. Refused ones (of a replay) have nothing cached.
+    pool: what the gains are computed for.
     is_replayed: what was found comes from a replay through `pool`, since the log does not tell it.
+    is_estimated: the pool's capacity is the least with which all was found that was.
     """
 
     log: PromptLog
     pool: Pool
     is_replayed: bool
+    is_estimated: bool
     requests: tuple[RequestCauses, ...]
     clusters: tuple[Cluster, ...]
     findings: tuple[Finding, ...] = ()
@@ -79,6 +89,9 @@ def compare(
         progress.update("replay", count, count)
     else:
         served = [Served(record.cached_tokens, record.missed) for record in records]
+    needed = needed_capacities(log)
+    progress.update("reuse distances", count, count)
+    pool, is_estimated = _known_pool(log, pool, served, needed)
     clusters: tuple[Cluster, ...] = ()
     same = [SameElsewhere()] * count
     if log.has_tokens:
@@ -87,10 +100,35 @@ def compare(
             log, partings, clusters, token_bytes, lambda done: progress.update("same text elsewhere", done, count)
         )
     requests = [
-        RequestCauses(one, parting, causes_of(request, one, parting, elsewhere, log.block_size))
-        for request, one, parting, elsewhere in zip(log.requests, served, partings, same, strict=True)
+        RequestCauses(
+            one,
+            parting,
+            causes_of(request, one, parting, elsewhere, log.block_size, _num_overwritten(log, pool, one, capacities)),
+            capacities,
+        )
+        for request, one, parting, elsewhere, capacities in zip(
+            log.requests, served, partings, same, needed, strict=True
+        )
     ]
-    return Diagnosis(log, pool, is_replayed, tuple(requests), clusters)
+    return Diagnosis(log, pool, is_replayed, is_estimated, tuple(requests), clusters)
+
+
+def _known_pool(
+    log: PromptLog, pool: Pool, served: Sequence[Served], needed: Sequence[Sequence[int]]
+) -> tuple[Pool, bool]:
+    """The pool with a capacity, where evictions tell that it has one and hits how much that must be at least."""
+    if pool.capacity_blocks is not None or not any(one.missed.get(MissReason.EVICTED.value) for one in served):
+        return pool, False
+    least = least_capacity(needed, [one.cached // log.block_size for one in served])
+    return dataclasses.replace(pool, capacity_blocks=least or None), bool(least)
+
+
+def _num_overwritten(log: PromptLog, pool: Pool, served: Served, needed: Sequence[int]) -> int:
+    """Tokens behind those found that a pool of this capacity cannot have kept."""
+    if pool.capacity_blocks is None:
+        return 0
+    behind = needed[served.cached // log.block_size :]
+    return log.block_size * sum(capacity > pool.capacity_blocks for capacity in behind)
 
 
 def _clusters(log: PromptLog, told: Callable[[int], None]) -> list[Cluster]:

@@ -13,7 +13,7 @@ from jaxkv.insight.findings import Finding, Gain
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.prompt_replay import Pool, replay_prompts
 from jaxkv.insight.remedies import with_fields_last, with_one_salt, with_same_tokens, with_sorted_documents
-from jaxkv.insight.reuse_distance import capacity_for, needed_capacities
+from jaxkv.insight.reuse_distance import capacity_for
 from jaxkv.insight.templates import Filled, Template
 from jaxkv.insight.token_texts import TokenBytes, as_text, looks_like
 
@@ -211,11 +211,11 @@ def _evictions(diagnosis: Diagnosis) -> Iterator[Proposal]:
     log, pool = diagnosis.log, diagnosis.pool
     if not (lost := evicted_tokens(diagnosis)):
         return
-    needed, needs = needed_capacities(log), []
+    needs = []
     for number, tokens in lost.items():
         one = diagnosis.requests[number]
         start, stop = one.served.cached // log.block_size, -(-(one.served.cached + tokens) // log.block_size)
-        kept = needed[number][start:stop]
+        kept = one.needed_capacities[start:stop]
         needs += [(capacity, log.block_size) for capacity in kept]
     half, most, everything = (capacity_for(needs, share) for share in (0.5, 0.9, 1.0))
     finding = _finding(diagnosis, Cause.EVICTED.value, lost, "A larger pool", needed_blocks=(half, most, everything))

@@ -12,6 +12,7 @@ from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.token_texts import TokenBytes, num_agreeing_tokens
 
 _MOST_PAIRS = 500  # requests outside of clusters that are compared with their nearest: some milliseconds each
+_LEAST_BOUNDARY = 2  # tokens of the same text; one may be chance: " c" of " c|ry" is in " cat"
 _BOUNDARY_WINDOW = 4096  # tokens behind the parting whose texts are compared
 
 
@@ -35,6 +36,7 @@ def find_same_elsewhere(
         if parting.nearest is not None:
             if token_bytes is not None:
                 boundary = _tokens_of_same_text(log, number, parting, token_bytes)[0]
+                boundary = boundary if boundary >= _LEAST_BOUNDARY else 0
             if number in compared:
                 found[number] = _in_pair(log, number, parting)
         result.append(SameElsewhere(boundary, *found.get(number, (0, 0))))
