@@ -22,7 +22,9 @@ class Cause(enum.Enum):
     TOKEN_BOUNDARY = "token_boundary"  # an earlier prompt has the same text in other tokens
     SALT = "salt"  # cached, but under another cache_salt
     EVICTED = "evicted"  # cached once, and overwritten
-    SHORTER_THAN_BLOCK = "shorter_than_block"  # cached in a block that agrees in part only, and could not be copied from
+    SHORTER_THAN_BLOCK = (
+        "shorter_than_block"  # cached in a block that agrees in part only, and could not be copied from
+    )
     NOT_CACHED = "not_cached"  # an earlier request had it, but it was not there: not computed yet, a restart, a reset
     NEEDS_LOGITS = "needs_logits"  # cached, but prompt log-probabilities are wanted
     LAST_TOKEN = "last_token"  # of a wholly cached prompt
@@ -86,4 +88,3 @@ def num_recomputed(request: LoggedRequest) -> int:
     if record is None or not record.preemptions:
         return 0
     return max(0, record.computed_tokens - (record.prompt_tokens - record.cached_tokens))
-

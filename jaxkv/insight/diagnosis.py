@@ -161,5 +161,3 @@ def callers_of(log: PromptLog, numbers: Sequence[int]) -> tuple[tuple[str | None
 def evicted_tokens(diagnosis: Diagnosis) -> dict[int, int]:
     """Tokens that were overwritten before they were asked for again, by request."""
     return {n: one.causes[Cause.EVICTED] for n, one in enumerate(diagnosis.requests) if Cause.EVICTED in one.causes}
-
-

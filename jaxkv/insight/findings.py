@@ -5,22 +5,27 @@ from typing import Any
 
 from jaxkv.insight.templates import Field
 
+_MOST_NAMED = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
     """Hit rates of the same requests, replayed one at a time, without and with the remedy.
 
     Attributes:
-      steps: where a remedy has parts, the rate after each of them, the last being `after`.
+      before / after: of all of them. own_before / own_after: of those that have the fault.
+      steps: each part of the remedy, and the rate of all with it and those before it; the last is `after`.
       requests: replayed, the last ones of the log. block_size / capacity_blocks: of the pool; None: unbounded.
     """
 
     before: float
     after: float
+    own_before: float
+    own_after: float
+    steps: tuple[tuple[str, float], ...]
     requests: int
     block_size: int
     capacity_blocks: int | None
-    steps: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,40 +69,44 @@ class Finding:
     def _who(self) -> str:
         total = sum(of for _, _, of in self.callers)
         share = f"{self.num_requests:,} of {total:,} requests ({100 * self.num_requests / total:.0f} %)"
-        name, count, _ = self.callers[0]
-        if name is None:
+        names = [repr(name) for name, _, _ in self.callers if name is not None]
+        if not names:
             return share
-        others = len(self.callers) - 1
-        names = f"caller {name!r}" + (f" and {others} more" if others else "")
-        return f"{share} of {names}"
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return f"{share} of {', '.join(names[:_MOST_NAMED])}{more}"
 
     @property
     def _outcome(self) -> str:
         gain = self.gain
         if gain is None:
-            return f"{self.remedy} (not replayed)."
+            return f"{self.remedy}; its gain was not replayed."
         pool = "a pool without bound" if gain.capacity_blocks is None else f"{gain.capacity_blocks:,} blocks"
-        verb = "raises" if gain.after > gain.before else "does not raise"
-        if gain.after > gain.before:
-            rates = f"from {100 * gain.before:.1f} % to {100 * gain.after:.1f} %"
-        else:
-            rates = f"of {100 * gain.before:.1f} %"
-        steps = ""
-        if len(gain.steps) > 1:
-            steps = ", field by field " + ", ".join(f"{100 * rate:.1f} %" for rate in gain.steps)
-        return (
-            f"{self.remedy}: {verb} the hit rate {rates}{steps} ({gain.requests:,} requests replayed one at a time through "
-            f"{pool} of {gain.block_size} tokens)."
-        )
+        replayed = f"{gain.requests:,} requests replayed one at a time, {pool} of {gain.block_size} tokens"
+        steps = "".join(f"; {name}: {_percent(rate)}" for name, rate in gain.steps) if len(gain.steps) > 1 else ""
+        if gain.after <= gain.before:
+            return f"{self.remedy} does not raise the hit rate of {_percent(gain.before)}{steps} ({replayed})."
+        own = f"their hit rate from {_percent(gain.own_before)} to {_percent(gain.own_after)}"
+        everyone = f"that of all from {_percent(gain.before)} to {_percent(gain.after)}"
+        return f"{self.remedy} raises {own}, {everyone}{steps} ({replayed})."
 
     def _changed_text(self) -> str:
-        return f"part at token {self.position:,}, in {self._span(0)}; {self.common_behind:,} tokens behind it do not vary" + (
-            "".join(f"; then {self._span(i)} at about token {self.fields[i].start:,}" for i in range(1, len(self.fields)))
+        return (
+            f"part at token {self.position:,}, in {self._span(0)}; {self.common_behind:,} tokens behind it do not vary"
+            + (
+                "".join(
+                    f"; then {self._span(i)} at about token {self.fields[i].start:,}"
+                    for i in range(1, len(self.fields))
+                )
+            )
         )
 
     def _span(self, i: int) -> str:
         field = self.fields[i]
-        size = f"{field.max_length}" if field.min_length == field.max_length else f"{field.min_length} to {field.max_length}"
+        size = (
+            f"{field.max_length}"
+            if field.min_length == field.max_length
+            else f"{field.min_length} to {field.max_length}"
+        )
         looks = f" that looks like {self.looks_like[i]}" if self.looks_like and self.looks_like[i] else ""
         texts = ""
         if self.examples:
@@ -138,3 +147,7 @@ class Finding:
 
     def _unknown(self) -> str:
         return f"part from all earlier ones within the block that begins at token {self.position:,}"
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.1f} %"

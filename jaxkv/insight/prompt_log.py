@@ -1,8 +1,8 @@
 """The requests to diagnose, as sequences that can be compared: of token ids, or where a log has none, of block names.
 
-    tokens   1 token a symbol, 4 bytes: compared exactly
-    names    block_size tokens a symbol, 8 bytes: equal names mean equal tokens from the start, so that two sequences
-             part somewhere within the first block whose names differ, and nothing can be said of what comes after
+tokens   1 token a symbol, 4 bytes: compared exactly
+names    block_size tokens a symbol, 8 bytes: equal names mean equal tokens from the start, so that two sequences
+         part somewhere within the first block whose names differ, and nothing can be said of what comes after
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ nothing else runs, and no other request's blocks are in use.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.eviction_choice import make_eviction_policy
@@ -46,30 +46,32 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class PromptReplay:
-    """Attributes:
-    served: in the log's order; None for a request that the pool is too small for.
-    tokens / cached: of all prompts that were served.
-    """
+    """What each request of `log` found; None for one that the pool is too small for, which counts nowhere."""
 
+    log: PromptLog
     served: tuple[Served | None, ...]
-    tokens: int
-    cached: int
 
     @property
     def hit_rate(self) -> float:
-        return self.cached / self.tokens if self.tokens else 0.0
+        return self.hit_rate_of(range(len(self.served)))
 
     @property
     def num_refused(self) -> int:
         return self.served.count(None)
 
+    def hit_rate_of(self, numbers: Iterable[int]) -> float:
+        """Share of the prompt tokens of these requests that was found."""
+        tokens = cached = 0
+        for number in numbers:
+            if (one := self.served[number]) is not None:
+                tokens += self.log.requests[number].num_tokens
+                cached += one.cached
+        return cached / tokens if tokens else 0.0
+
 
 def replay_prompts(log: PromptLog, pool: Pool = Pool()) -> PromptReplay:
     """Replay a log in its order. Logs of block names are replayed in full blocks."""
-    served = _replay_tokens(log, pool) if log.has_tokens else _replay_names(log, pool)
-    admitted = [(request, one) for request, one in zip(log.requests, served, strict=True) if one is not None]
-    tokens = sum(request.num_tokens for request, _ in admitted)
-    return PromptReplay(tuple(served), tokens, sum(one.cached for _, one in admitted))
+    return PromptReplay(log, tuple(_replay_tokens(log, pool) if log.has_tokens else _replay_names(log, pool)))
 
 
 def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
@@ -89,7 +91,9 @@ def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
             continue
         hit, missed = stats.hit, stats.missed.copy()
         _serve(state, sharing, blocks, memoryview(request.output).cast("i").tolist())
-        news = {reason.value: count - missed[reason] for reason, count in stats.missed.items() if count > missed[reason]}
+        news = {
+            reason.value: count - missed[reason] for reason, count in stats.missed.items() if count > missed[reason]
+        }
         served.append(Served(stats.hit - hit, news))
     return served
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES
 from jaxkv.core.progress import Progress, SilentProgress
@@ -11,7 +11,7 @@ from jaxkv.insight.clusters import Cluster
 from jaxkv.insight.diagnosis import Diagnosis, callers_of, evicted_tokens
 from jaxkv.insight.findings import Finding, Gain
 from jaxkv.insight.prompt_log import PromptLog
-from jaxkv.insight.prompt_replay import Pool, replay_prompts
+from jaxkv.insight.prompt_replay import Pool, PromptReplay, replay_prompts
 from jaxkv.insight.remedies import with_fields_last, with_one_salt, with_same_tokens, with_sorted_documents
 from jaxkv.insight.reuse_distance import capacity_for
 from jaxkv.insight.templates import Filled, Template
@@ -28,11 +28,13 @@ World = tuple[PromptLog, Pool]
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A finding, and the worlds to replay for its gain: without, and with each part of the remedy added."""
+    """A finding, the requests that have the fault, and the worlds to replay for its gain: without the remedy (None: as
+    they are), and by name with each part of it added."""
 
     finding: Finding
+    numbers: Collection[int]
     before: Callable[[], World] | None = None
-    after: Sequence[Callable[[], World]] = ()
+    after: Mapping[str, Callable[[], World]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +65,13 @@ def find_faults(
     least = settings.least_lost * diagnosis.tokens
     proposals = [p for p in _proposals(diagnosis, settings, token_bytes) if p.finding.tokens_lost >= max(1, least)]
     proposals.sort(key=lambda proposal: -proposal.finding.tokens_lost)
-    first = _first_replayed(diagnosis.log, settings.replay_tokens)
-
-    @functools.cache
-    def hit_rate_now() -> float:
-        return _hit_rate((diagnosis.log, diagnosis.pool), first)
-
+    replays = _Replays(diagnosis, _first_replayed(diagnosis.log, settings.replay_tokens))
     findings = []
     for number, proposal in enumerate(proposals, 1):
         finding = proposal.finding
         if proposal.after and number <= settings.most_replayed:
-            before = hit_rate_now() if proposal.before is None else _hit_rate(proposal.before(), first)
-            steps = tuple([_hit_rate(world(), first) for world in proposal.after])
-            num_replayed = len(diagnosis.log.requests) - first
-            gain = Gain(
-                before, steps[-1], num_replayed, diagnosis.log.block_size, proposal.after[-1]()[1].capacity_blocks, steps
-            )
-            finding = dataclasses.replace(finding, gain=gain)
-        if finding.gain is None or finding.gain.after > finding.gain.before or finding.cause == Cause.EVICTED.value:
+            finding = dataclasses.replace(finding, gain=replays.gain(proposal))
+        if finding.gain is None or finding.gain.after > finding.gain.before:
             findings.append(finding)
         progress.update("gains", number, len(proposals))
     return dataclasses.replace(diagnosis, findings=tuple(findings))
@@ -93,9 +84,47 @@ def _first_replayed(log: PromptLog, most_tokens: int) -> int:
     return min(first, len(log.requests) - 1)
 
 
-def _hit_rate(world: World, first: int) -> float:
-    log, pool = world
-    return replay_prompts(dataclasses.replace(log, requests=log.requests[first:]), pool).hit_rate
+class _Replays:
+    """Hit rates of the log's requests from `first` on, in different worlds."""
+
+    def __init__(self, diagnosis: Diagnosis, first: int):
+        self._now = (diagnosis.log, diagnosis.pool)
+        self._first = first
+
+    def gain(self, proposal: Proposal) -> Gain:
+        before, own_before = self._rates(
+            self._as_it_is if proposal.before is None else self._replay(proposal.before()), proposal
+        )
+        steps, own_after, pool = [], 0.0, self._now[1]
+        for name, make in proposal.after.items():
+            world = make()
+            rate, own_after = self._rates(self._replay(world), proposal)
+            steps.append((name, rate))
+            pool = world[1]
+        num_replayed = len(self._now[0].requests) - self._first
+        return Gain(
+            before=before,
+            after=steps[-1][1],
+            own_before=own_before,
+            own_after=own_after,
+            steps=tuple(steps),
+            requests=num_replayed,
+            block_size=self._now[0].block_size,
+            capacity_blocks=pool.capacity_blocks,
+        )
+
+    @functools.cached_property
+    def _as_it_is(self) -> PromptReplay:
+        return self._replay(self._now)
+
+    def _replay(self, world: World) -> PromptReplay:
+        log, pool = world
+        return replay_prompts(dataclasses.replace(log, requests=log.requests[self._first :]), pool)
+
+    def _rates(self, replay: PromptReplay, proposal: Proposal) -> tuple[float, float]:
+        """Of all requests, and of those with the fault."""
+        own = [number - self._first for number in proposal.numbers if number >= self._first]
+        return replay.hit_rate, replay.hit_rate_of(own)
 
 
 def _proposals(diagnosis: Diagnosis, settings: Settings, token_bytes: TokenBytes | None) -> Iterator[Proposal]:
@@ -122,14 +151,14 @@ def _proposals(diagnosis: Diagnosis, settings: Settings, token_bytes: TokenBytes
         diagnosis,
         Cause.SHORTER_THAN_BLOCK,
         "Copying the matching head of blocks (share_partial_blocks)",
-        *([] if pool.share_partial else [lambda: (log, shared)]),
+        None if pool.share_partial else lambda: (log, shared),
     )
     yield from _of_cause(diagnosis, Cause.NOT_CACHED, "Look whether requests came together, or the server restarted")
     yield from _evictions(diagnosis)
     recomputed = {n: tokens for n, request in enumerate(log.requests) if (tokens := num_recomputed(request))}
     if recomputed:
         remedy = "Raise the pool (num_gpu_blocks_override, gpu_memory_utilization) or lower max_num_seqs"
-        yield Proposal(_finding(diagnosis, "preempted", recomputed, remedy))
+        yield Proposal(_finding(diagnosis, "preempted", recomputed, remedy), recomputed)
 
 
 def _finding(diagnosis: Diagnosis, cause: str, lost: dict[int, int], remedy: str, **rest) -> Finding:
@@ -137,10 +166,12 @@ def _finding(diagnosis: Diagnosis, cause: str, lost: dict[int, int], remedy: str
     return Finding(cause, sum(lost.values()), len(lost), callers_of(diagnosis.log, list(lost)), remedy, **rest)
 
 
-def _of_cause(diagnosis: Diagnosis, cause: Cause, remedy: str, *after: Callable[[], World]) -> Iterator[Proposal]:
+def _of_cause(
+    diagnosis: Diagnosis, cause: Cause, remedy: str, after: Callable[[], World] | None = None
+) -> Iterator[Proposal]:
     lost = {n: one.causes[cause] for n, one in enumerate(diagnosis.requests) if cause in one.causes}
     if lost:
-        yield Proposal(_finding(diagnosis, cause.value, lost, remedy), after=after)
+        yield Proposal(_finding(diagnosis, cause.value, lost, remedy), lost, after={remedy: after} if after else {})
 
 
 def _of_cluster(
@@ -164,9 +195,11 @@ def _of_cluster(
             examples=examples if settings.with_texts else (),
             common_behind=template.num_common_behind,
         )
-        moved = [functools.partial(_moved, log, pool, cluster, i) for i in range(1, template.num_fields + 1)]
-        yield Proposal(finding, after=moved)
-        before = moved[-1]
+        moved = {
+            f"{i} moved": functools.partial(_moved, log, pool, cluster, i) for i in range(1, template.num_fields + 1)
+        }
+        yield Proposal(finding, lost, after=moved)
+        before = moved[f"{template.num_fields} moved"]
     if cluster.documents:
         lost = {n: diagnosis.requests[n].causes.get(Cause.REORDERED, 0) for n in cluster.members}
         lost = {n: tokens for n, tokens in lost.items() if tokens}
@@ -181,7 +214,7 @@ def _of_cluster(
                 num_documents=len(cluster.documents),
             )
             world = (log, pool) if before is None else before()
-            yield Proposal(finding, before, [lambda: (with_sorted_documents(world[0], cluster), pool)])
+            yield Proposal(finding, lost, before, {remedy: lambda: (with_sorted_documents(world[0], cluster), pool)})
 
 
 def _moved(log: PromptLog, pool: Pool, cluster: Cluster, num_moved: int) -> World:
@@ -220,10 +253,19 @@ def _evictions(diagnosis: Diagnosis) -> Iterator[Proposal]:
     half, most, everything = (capacity_for(needs, share) for share in (0.5, 0.9, 1.0))
     finding = _finding(diagnosis, Cause.EVICTED.value, lost, "A larger pool", needed_blocks=(half, most, everything))
     if pool.capacity_blocks is None or most <= pool.capacity_blocks:
-        yield Proposal(finding)
+        yield Proposal(finding, lost)
         return
-    finding = dataclasses.replace(finding, more_blocks=most - pool.capacity_blocks, remedy=f"A pool of {most:,} blocks")
-    yield Proposal(finding, after=[lambda: (log, dataclasses.replace(pool, capacity_blocks=most))])
+    finding = dataclasses.replace(finding, more_blocks=most - pool.capacity_blocks)
+    larger = {
+        f"{blocks:,} blocks": functools.partial(_with_capacity, log, pool, blocks)
+        for blocks in sorted({half, most, everything})
+        if blocks > pool.capacity_blocks
+    }
+    yield Proposal(finding, lost, after=larger)
+
+
+def _with_capacity(log: PromptLog, pool: Pool, blocks: int) -> World:
+    return log, dataclasses.replace(pool, capacity_blocks=blocks)
 
 
 def _unknown_partings(diagnosis: Diagnosis) -> Iterator[Proposal]:
@@ -244,4 +286,4 @@ def _unknown_partings(diagnosis: Diagnosis) -> Iterator[Proposal]:
         )
         _, count, total = finding.callers[0]
         if count >= _UNKNOWN_SHARE * total:
-            yield Proposal(finding)
+            yield Proposal(finding, lost)

@@ -38,7 +38,9 @@ def with_same_tokens(log: PromptLog, partings: Sequence[Parting], token_bytes: T
         if parting.nearest is None:
             continue
         prompt, size = log.requests[number].prompt, parting.num_common * TOKEN_BYTES
-        other = prompts.get(parting.nearest, log.requests[parting.nearest].prompt) + log.requests[parting.nearest].output
+        other = (
+            prompts.get(parting.nearest, log.requests[parting.nearest].prompt) + log.requests[parting.nearest].output
+        )
         ours, theirs = (memoryview(data[size:]).cast("i").tolist() for data in (prompt, other))
         joint = _last_joint(ours, theirs, token_bytes)
         if joint is not None:

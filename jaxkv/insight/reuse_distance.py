@@ -57,7 +57,9 @@ def needed_capacities(log: PromptLog) -> list[list[int]]:
 
 def least_capacity(needed: Sequence[Sequence[int]], found: Sequence[int]) -> int:
     """Blocks that the pool must have had, given how many leading blocks each request found in it."""
-    return max((capacities[: max(0, count)][-1] for capacities, count in zip(needed, found) if capacities[:count]), default=0)
+    return max(
+        (capacities[: max(0, count)][-1] for capacities, count in zip(needed, found) if capacities[:count]), default=0
+    )
 
 
 class _Fenwick:

@@ -94,6 +94,4 @@ def _tokens_of_same_text(log: PromptLog, number: int, parting: Parting, token_by
     start = parting.num_common * TOKEN_BYTES
     end = start + _BOUNDARY_WINDOW * TOKEN_BYTES
     ours, theirs = log.requests[number].prompt[start:end], log.requests[parting.nearest].sequence[start:end]
-    return num_agreeing_tokens(
-        memoryview(ours).cast("i").tolist(), memoryview(theirs).cast("i").tolist(), token_bytes
-    )
+    return num_agreeing_tokens(memoryview(ours).cast("i").tolist(), memoryview(theirs).cast("i").tolist(), token_bytes)

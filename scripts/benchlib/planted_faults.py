@@ -113,7 +113,9 @@ def make_example(num_rounds: int = NUM_ROUNDS, seed: int = 0) -> Example:
             arrival = number + place / len(callers)
             fields = {"request_id": f"{caller}-{number}", "arrival": arrival, "caller": caller, **next(traffic)}
             prompt, output = fields.pop("prompt"), fields.pop("output", [])
-            requests.append(LoggedRequest(num_tokens=len(prompt), prompt=token_bytes(prompt), output=token_bytes(output), **fields))
+            requests.append(
+                LoggedRequest(num_tokens=len(prompt), prompt=token_bytes(prompt), output=token_bytes(output), **fields)
+            )
     return Example(_as_served(requests), tuple(planted), ("clean",), words)
 
 
