@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "jaxkv.core": set(),
     "jaxkv.control": {"jaxkv.core"},
     "jaxkv.simulation": {"jaxkv.control", "jaxkv.core"},
+    "jaxkv.insight": {"jaxkv.simulation", "jaxkv.control", "jaxkv.core"},
     "jaxkv.models": {"jaxkv.core", "pallas_kernels"},
     "jaxkv.loading": {"jaxkv.models", "jaxkv.tokenization", "jaxkv.core"},
     "jaxkv.tokenization": {"jaxkv.loading", "jaxkv.core"},
@@ -34,8 +35,9 @@ MAY_IMPORT["jaxkv.server"] = LOWER | TOP
 
 # jax and what brings it along.
 JAX = {"jax", "jaxlib", "flax", "orbax", "chex"}
-NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.tokenization", "jaxkv.constraints", "jaxkv.server"}
-STANDARD_LIBRARY_ONLY = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation"}
+NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.insight", "jaxkv.tokenization"}
+NO_JAX |= {"jaxkv.constraints", "jaxkv.server"}
+STANDARD_LIBRARY_ONLY = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.insight"}
 SOURCES = sorted((ROOT / "jaxkv").rglob("*.py")) + sorted((ROOT / "pallas_kernels").rglob("*.py"))
 
 
@@ -124,7 +126,7 @@ def test_this_file_sees_all_kinds_of_imports(tmp_path):
         list(imported_modules(path))
 
 
-@pytest.mark.parametrize("module", ["jaxkv", "jaxkv.control.engine", "jaxkv.simulation.replay"])
+@pytest.mark.parametrize("module", ["jaxkv", "jaxkv.control.engine", "jaxkv.simulation.replay", "jaxkv.insight.proposals"])
 def test_importing_brings_no_jax_along(module):
     code = f"import sys, {module}; print(sorted({JAX | {'numpy', 'torch'}!r} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -71,6 +71,8 @@ def causes_of(
     taken += take(Cause.EVICTED, num_overwritten - causes.get(Cause.EVICTED, 0))
     taken += take(Cause.LAST_TOKEN, missed.get(MissReason.LAST_TOKEN.value, 0))
     once_there = parting.num_same_salt - served.cached - taken
+    if Cause.EVICTED in causes:  # what hangs on an overwritten block cannot be found either
+        once_there -= take(Cause.EVICTED, once_there)
     in_a_block = once_there if once_there < block_size else missed.get(MissReason.SHORTER_THAN_BLOCK.value, 0)
     once_there -= take(Cause.SHORTER_THAN_BLOCK, in_a_block)
     take(Cause.NOT_CACHED, once_there)

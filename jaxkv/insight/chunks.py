@@ -17,6 +17,8 @@ from jaxkv.control.prefix_index import TOKEN_BYTES
 
 GRAM_TOKENS = 8  # what agrees for less, between two differences, is not seen as common
 MIN_COMMON_TOKENS = 16  # sequences that have less in common are not told to be alike
+COMMON_SHARE = 0.9  # what so many of the sequences compared have is common to them
+GAP_TO_COMMON = 4  # what differs may be so many times longer than what is common behind it
 _WIDTH = GRAM_TOKENS * TOKEN_BYTES
 _DIFFERENT = b"several"
 
@@ -61,7 +63,7 @@ def _chunked(data: bytes, followers: dict[bytes, bytes], leaders: dict[bytes, by
 
 def are_alike(a: Chunked, b: Chunked) -> bool:
     """Whether `a` and `b` are made after one template, or of the same documents in whatever order: what they share is at
-    least MIN_COMMON_TOKENS, and a quarter of what else stands before the last of it."""
+    least MIN_COMMON_TOKENS, and what else stands before the last of it is not much longer."""
     return _is_like(a, b) and _is_like(b, a)
 
 
@@ -72,7 +74,7 @@ def _is_like(a: Chunked, b: Chunked) -> bool:
         if chunk in b.known:
             shared += len(chunk)
             last = place
-    return shared >= MIN_COMMON_TOKENS * TOKEN_BYTES and 4 * shared >= last - shared
+    return shared >= MIN_COMMON_TOKENS * TOKEN_BYTES and last - shared <= GAP_TO_COMMON * shared
 
 
 def have_common_grams(sequences: Sequence[bytes], num_compared: int = 4, stride: int = 4) -> bool:

@@ -39,7 +39,7 @@ class Diagnosis:
     requests: in the log's order. Refused ones (of a replay) have nothing cached.
     pool: what the gains are computed for.
     is_replayed: what was found comes from a replay through `pool`, since the log does not tell it.
-    is_estimated: the pool's capacity is the least with which all was found that was.
+    is_estimated: the pool's capacity was not given, but told by what was found and what was evicted.
     """
 
     log: PromptLog
@@ -116,11 +116,20 @@ def compare(
 def _known_pool(
     log: PromptLog, pool: Pool, served: Sequence[Served], needed: Sequence[Sequence[int]]
 ) -> tuple[Pool, bool]:
-    """The pool with a capacity, where evictions tell that it has one and hits how much that must be at least."""
-    if pool.capacity_blocks is not None or not any(one.missed.get(MissReason.EVICTED.value) for one in served):
+    """The pool with a capacity, where evictions tell that it has one: with one block more, LRU would have kept the first
+    block that was evicted; and what was found must have had room."""
+    if pool.capacity_blocks is not None:
         return pool, False
-    least = least_capacity(needed, [one.cached // log.block_size for one in served])
-    return dataclasses.replace(pool, capacity_blocks=least or None), bool(least)
+    found = [one.cached // log.block_size for one in served]
+    evicted = [
+        capacities[count]
+        for one, count, capacities in zip(served, found, needed, strict=True)
+        if one.missed.get(MissReason.EVICTED.value) and len(capacities) > count
+    ]
+    if not evicted:
+        return pool, False
+    capacity = max(least_capacity(needed, found), min(evicted) - 1)
+    return dataclasses.replace(pool, capacity_blocks=capacity), True
 
 
 def _num_overwritten(log: PromptLog, pool: Pool, served: Served, needed: Sequence[int]) -> int:

@@ -5,20 +5,26 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES
-from jaxkv.insight.chunks import MIN_COMMON_TOKENS, Chunked, find_tokens
+from jaxkv.insight.chunks import COMMON_SHARE, MIN_COMMON_TOKENS, Chunked, find_tokens
 
 _MOST_A_PROMPT = 64  # of its pieces, so many are compared with each other
 
 
 def movable_documents(behind: Sequence[Chunked]) -> frozenset[bytes]:
-    """Chunks that occur in both orders with another one."""
+    """Chunks that occur in both orders with another one, and once there are such, all others that some have and some
+    have not: of a large collection few pairs are seen twice."""
     counts = Counter(chunk for one in behind for chunk in one.known)
     before: set[tuple[bytes, bytes]] = set()
+    pieces: set[bytes] = set()
     for one in behind:
         common = [c for c in one.chunks if counts[c] > 1 and len(c) >= MIN_COMMON_TOKENS * TOKEN_BYTES]
         common = [c for c, times in Counter(common).items() if times == 1][:_MOST_A_PROMPT]
         before.update(itertools.combinations(common, 2))
-    return frozenset([document for a, b in before if (b, a) in before for document in (a, b)])
+        pieces.update(common)
+    turned = {document for a, b in before if (b, a) in before for document in (a, b)}
+    if turned:
+        turned |= {piece for piece in pieces if counts[piece] < COMMON_SHARE * len(behind)}
+    return frozenset(turned)
 
 
 def place_documents(prompt: bytes, documents: Collection[bytes]) -> list[tuple[int, bytes]]:

@@ -90,28 +90,16 @@ class Finding:
         return f"{self.remedy} raises {own}, {everyone}{steps} ({replayed})."
 
     def _changed_text(self) -> str:
-        return (
-            f"part at token {self.position:,}, in {self._span(0)}; {self.common_behind:,} tokens behind it do not vary"
-            + (
-                "".join(
-                    f"; then {self._span(i)} at about token {self.fields[i].start:,}"
-                    for i in range(1, len(self.fields))
-                )
-            )
-        )
+        more = [f"; then {self._span(i)} at about token {f.start:,}" for i, f in enumerate(self.fields) if i]
+        common = f"{self.common_behind:,} tokens behind it do not vary"
+        return f"part at token {self.position:,}, in {self._span(0)}{''.join(more)}; {common}"
 
     def _span(self, i: int) -> str:
         field = self.fields[i]
-        size = (
-            f"{field.max_length}"
-            if field.min_length == field.max_length
-            else f"{field.min_length} to {field.max_length}"
-        )
-        looks = f" that looks like {self.looks_like[i]}" if self.looks_like and self.looks_like[i] else ""
-        texts = ""
-        if self.examples:
-            texts = " such as " + ", ".join(map(repr, self.examples[i]))
-        return f"a span of {size} tokens with {field.num_values:,} values{looks}{texts}"
+        size = "" if field.min_length == field.max_length else f"{field.min_length:,} to "
+        looks = f" that looks like {self.looks_like[i]}" if self.looks_like[i] else ""
+        texts = f" such as {', '.join(map(repr, self.examples[i]))}" if self.examples else ""
+        return f"a span of {size}{field.max_length:,} tokens with {field.num_values:,} values{looks}{texts}"
 
     def _reordered(self) -> str:
         return (

@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES, num_common, token_bytes
-from jaxkv.insight.chunks import GRAM_TOKENS, Chunked, find_tokens
-
-# A span is common when so many of the requests compared have it, each at its turn.
-COMMON_SHARE = 0.9
+from jaxkv.insight.chunks import COMMON_SHARE, GAP_TO_COMMON, MIN_COMMON_TOKENS, Chunked, find_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,9 @@ def template_of(head: bytes, behind: Sequence[Chunked], documents: frozenset[byt
     segments = [head]
     for run in _common_runs(behind[0].chunks, counts, pairs, enough):
         found = [_after(body, run, cursor) for body, cursor in zip(bodies, cursors, strict=True)]
-        if sum(place is not None for place in found) >= enough:
+        passed = [end - start - len(run) for start, end in zip(cursors, found, strict=True) if end is not None]
+        # Not worth a move: the end of a chat template behind a long question, say.
+        if len(passed) >= enough and sum(passed) <= GAP_TO_COMMON * len(run) * len(passed):
             cursors = found
             segments.append(run)
     return Template(tuple(segments)) if len(segments) > 1 else None
@@ -148,11 +147,11 @@ def _common_runs(chunks: Sequence[bytes], counts: Counter, pairs: Counter, enoug
         if counts[chunk] >= enough and run and pairs[last, chunk] >= enough:
             run += chunk
         else:
-            if len(run) >= GRAM_TOKENS * TOKEN_BYTES:
+            if len(run) >= MIN_COMMON_TOKENS * TOKEN_BYTES:
                 yield run
             run = chunk if counts[chunk] >= enough else b""
         last = chunk
-    if len(run) >= GRAM_TOKENS * TOKEN_BYTES:
+    if len(run) >= MIN_COMMON_TOKENS * TOKEN_BYTES:
         yield run
 
 
