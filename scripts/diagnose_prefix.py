@@ -72,13 +72,16 @@ def _config() -> dict:
 def _measure(report: measurement.Report) -> None:
     _check_flags()
     given = _read()
+    number = _number_of_request(given.log)
     with ConsoleProgress() if not report.console.quiet else _NoProgress() as progress:
         diagnosis = compare(given.log, given.pool, given.token_bytes, progress)
         settings = Settings(_FINDINGS.value, _TOKENS.value, with_texts=_TEXT.value)
         diagnosis = find_faults(diagnosis, settings, given.token_bytes, progress)
     _tell(report, diagnosis, given)
-    if _REQUEST.value is not None:
-        _tell_request(report, diagnosis, given)
+    if number is not None:
+        told = request_in_depth(diagnosis, number, given.token_bytes, _TEXT.value)
+        print_request(report.console, told)
+        report.add("request", [told["cached_tokens"]], unit="tokens", metric="request", engine="log", **told)
     if given.example is not None:
         for planted in given.example.planted:
             report.check(f"{planted.cause} of {planted.caller}", planted.problems(list(diagnosis.findings)))
@@ -172,13 +175,14 @@ def _tell(report: measurement.Report, diagnosis: Diagnosis, given: _Input) -> No
         report.add(f"finding {number}", [told["tokens_lost"]], unit="tokens", metric="finding", engine="replay", **told)
 
 
-def _tell_request(report: measurement.Report, diagnosis: Diagnosis, given: _Input) -> None:
-    numbers = [n for n, request in enumerate(diagnosis.log.requests) if request.request_id == _REQUEST.value]
+def _number_of_request(log: PromptLog) -> int | None:
+    """Of the request to show in depth, if there is one to show."""
+    if _REQUEST.value is None:
+        return None
+    numbers = [number for number, request in enumerate(log.requests) if request.request_id == _REQUEST.value]
     if not numbers:
         raise ConfigError(f"request_id is {_REQUEST.value!r}, which is not in the log")
-    told = request_in_depth(diagnosis, numbers[0], given.token_bytes, _TEXT.value)
-    print_request(report.console, told)
-    report.add("request", [told["cached_tokens"]], unit="tokens", metric="request", engine="log", **told)
+    return numbers[0]
 
 
 def _accused(diagnosis: Diagnosis, example: Example) -> list[str]:

@@ -61,20 +61,20 @@ def _chunked(data: bytes, followers: dict[bytes, bytes], leaders: dict[bytes, by
     return Chunked(chunks, frozenset([chunk for chunk in chunks if len(chunk) >= _WIDTH]))
 
 
-def are_alike(a: Chunked, b: Chunked) -> bool:
+def are_alike(a: Chunked, b: Chunked, gap_to_common: float = GAP_TO_COMMON) -> bool:
     """Whether `a` and `b` are made after one template, or of the same documents in whatever order: what they share is at
-    least MIN_COMMON_TOKENS, and what else stands before the last of it is not much longer."""
-    return _is_like(a, b) and _is_like(b, a)
+    least MIN_COMMON_TOKENS, and what else stands before the last of it is not so many times longer."""
+    return _is_like(a, b, gap_to_common) and _is_like(b, a, gap_to_common)
 
 
-def _is_like(a: Chunked, b: Chunked) -> bool:
+def _is_like(a: Chunked, b: Chunked, gap_to_common: float) -> bool:
     place = shared = last = 0
     for chunk in a.chunks:
         place += len(chunk)
         if chunk in b.known:
             shared += len(chunk)
             last = place
-    return shared >= MIN_COMMON_TOKENS * TOKEN_BYTES and last - shared <= GAP_TO_COMMON * shared
+    return shared >= MIN_COMMON_TOKENS * TOKEN_BYTES and last - shared <= gap_to_common * shared
 
 
 def have_common_grams(sequences: Sequence[bytes], num_compared: int = 4, stride: int = 4) -> bool:

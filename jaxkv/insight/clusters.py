@@ -10,13 +10,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES, num_common
-from jaxkv.insight.chunks import Chunked, are_alike, cut_into_chunks, have_common_grams
+from jaxkv.insight.chunks import GAP_TO_COMMON, Chunked, are_alike, cut_into_chunks, have_common_grams
 from jaxkv.insight.documents import movable_documents, place_documents
 from jaxkv.insight.templates import Template, template_of
 
 MIN_REQUESTS = 3
 SMALLEST_SHARE = 0.01  # of a group's requests; smaller branches are not looked into
 _SAMPLE = (8, 64)  # fewest and most prompts to compare at a place
+_SAME_SHARE = 0.1  # of a sample, that makes a group of those more alike than not
 _SAMPLE_TOKENS = 131_072  # compared at a place, within these
 
 
@@ -62,9 +63,7 @@ def _clusters_at(prompts: Sequence[bytes], members: list[int], head: bytes) -> I
     if not have_common_grams(bodies):
         return
     left = members
-    for group in _alike(cut_into_chunks(bodies)):
-        if len(group) < min(MIN_REQUESTS, count):
-            continue
+    for group in _groups(cut_into_chunks(bodies)):
         documents = movable_documents(group)
         template = template_of(head, group, documents)
         if not documents and template is None:
@@ -75,19 +74,29 @@ def _clusters_at(prompts: Sequence[bytes], members: list[int], head: bytes) -> I
         start = len(head)
         if template is not None:
             filled = [one for number in found if (one := template.fill(prompts[number])) is not None]
-            template = template.tightened(filled)
+            template = template.tightened(filled) if len(filled) >= MIN_REQUESTS else None
         if template is not None:
             start = len(template.segments[0])
         if template is not None or documents:
             yield Cluster(tuple(sorted(found)), start // TOKEN_BYTES, template, documents)
 
 
-def _alike(behind: Sequence[Chunked]) -> list[list[Chunked]]:
+def _groups(behind: Sequence[Chunked]) -> list[list[Chunked]]:
+    """Those that are more alike than not, of which there must be many; then of the others those that are alike at all.
+    So templates that have a sentence in common stay apart."""
+    many = max(MIN_REQUESTS, _SAME_SHARE * len(behind))
+    close = _alike(behind, gap_to_common=1)
+    others = [one for group in close if len(group) < many for one in group]
+    groups = [group for group in close if len(group) >= many] + _alike(others, GAP_TO_COMMON)
+    return [group for group in groups if len(group) >= min(MIN_REQUESTS, len(behind))]
+
+
+def _alike(behind: Sequence[Chunked], gap_to_common: float) -> list[list[Chunked]]:
     """Groups, the largest first; each sequence goes with the first that one of its first four is alike."""
     groups: list[list[Chunked]] = []
     for one in behind:
-        group = next((group for group in groups if any(are_alike(one, other) for other in group[:4])), None)
-        if group is None:
+        alike = (group for group in groups if any(are_alike(one, other, gap_to_common) for other in group[:4]))
+        if (group := next(alike, None)) is None:
             groups.append([one])
         else:
             group.append(one)

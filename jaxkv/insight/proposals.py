@@ -20,6 +20,8 @@ from jaxkv.insight.token_texts import TokenBytes, as_text, looks_like
 _LABELLED = 200  # values of a field that are looked at for a label
 _EXAMPLES = 3
 _CONTEXT_TOKENS = 12
+_EXAMPLE_CHARACTERS = 60
+_TOLD_WITHOUT_GAIN = 0.01  # of all tokens; a remedy for fewer that brings nothing is not worth a line
 _UNKNOWN_SHARE = 0.2  # of a caller's requests that part in one block, from which on it is told
 
 World = tuple[PromptLog, Pool]
@@ -60,9 +62,9 @@ def find_faults(
     token_bytes: TokenBytes | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """The diagnosis with its findings, most tokens lost first; a remedy of prompts that brings nothing is no finding."""
+    """The diagnosis with its findings, most tokens lost first."""
     progress = progress or SilentProgress()
-    least = settings.least_lost * diagnosis.tokens
+    least, large = (share * diagnosis.tokens for share in (settings.least_lost, _TOLD_WITHOUT_GAIN))
     proposals = [p for p in _proposals(diagnosis, settings, token_bytes) if p.finding.tokens_lost >= max(1, least)]
     proposals.sort(key=lambda proposal: -proposal.finding.tokens_lost)
     replays = _Replays(diagnosis, _first_replayed(diagnosis.log, settings.replay_tokens))
@@ -71,7 +73,7 @@ def find_faults(
         finding = proposal.finding
         if proposal.after and number <= settings.most_replayed:
             finding = dataclasses.replace(finding, gain=replays.gain(proposal))
-        if finding.gain is None or finding.gain.after > finding.gain.before:
+        if finding.gain is None or finding.gain.after > finding.gain.before or finding.tokens_lost >= large:
             findings.append(finding)
         progress.update("gains", number, len(proposals))
     return dataclasses.replace(diagnosis, findings=tuple(findings))
@@ -236,7 +238,7 @@ def _texts(
         values = list(dict.fromkeys(filled.values[i] for filled in prompts))[:_LABELLED]
         before, behind = text(template.segments[i][-size:]), text(template.segments[i + 1][:size])
         looks.append(looks_like([(before, text(value), behind) for value in values]))
-        examples.append(tuple([text(value) for value in values[:_EXAMPLES]]))
+        examples.append(tuple([text(value)[:_EXAMPLE_CHARACTERS] for value in values[:_EXAMPLES]]))
     return tuple(looks), tuple(examples)
 
 

@@ -8,12 +8,14 @@ is the same behind it must be computed again each time.
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES, num_common, token_bytes
 from jaxkv.insight.chunks import COMMON_SHARE, GAP_TO_COMMON, MIN_COMMON_TOKENS, Chunked, find_tokens
+from jaxkv.insight.documents import place_documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +108,16 @@ class Template:
 
 
 def template_of(head: bytes, behind: Sequence[Chunked], documents: frozenset[bytes] = frozenset()) -> Template | None:
-    """The template of prompts that begin with `head` and go on in these chunks, of which those that come in any order
-    are no part; None if nothing is common behind."""
+    """The template of prompts that begin with `head` and go on in these chunks, up to the first of the documents that
+    come in any order; None if nothing is common behind."""
     enough = COMMON_SHARE * len(behind)
-    counts = Counter(chunk for one in behind for chunk in set(one.chunks) - documents)
-    pairs = Counter(pair for one in behind for pair in set(zip(one.chunks, one.chunks[1:])))
-    bodies = [b"".join(one.chunks) for one in behind]
+    bodies = [_up_to_first(b"".join(one.chunks), documents) for one in behind]
+    chunks = [_within(one.chunks, len(body)) for one, body in zip(behind, bodies, strict=True)]
+    counts = Counter(chunk for some in chunks for chunk in set(some))
+    pairs = Counter(pair for some in chunks for pair in set(zip(some, some[1:])))
     cursors: list[int | None] = [0] * len(bodies)
     segments = [head]
-    for run in _common_runs(behind[0].chunks, counts, pairs, enough):
+    for run in _common_runs(chunks[0], counts, pairs, enough):
         found = [_after(body, run, cursor) for body, cursor in zip(bodies, cursors, strict=True)]
         passed = [end - start - len(run) for start, end in zip(cursors, found, strict=True) if end is not None]
         # Not worth a move: the end of a chat template behind a long question, say.
@@ -122,6 +125,17 @@ def template_of(head: bytes, behind: Sequence[Chunked], documents: frozenset[byt
             cursors = found
             segments.append(run)
     return Template(tuple(segments)) if len(segments) > 1 else None
+
+
+def _up_to_first(body: bytes, documents: frozenset[bytes]) -> bytes:
+    placed = place_documents(body, documents)
+    return body[: placed[0][0]] if placed else body
+
+
+def _within(chunks: Sequence[bytes], size: int) -> list[bytes]:
+    """The chunks that end within so many bytes."""
+    ends = itertools.accumulate(map(len, chunks))
+    return [chunk for chunk, end in zip(chunks, ends, strict=True) if end <= size]
 
 
 def _common_head(values: Sequence[bytes]) -> bytes:
