@@ -46,7 +46,9 @@ _PARTIAL = flags.DEFINE_bool("share_partial_blocks", True, "Replay with copies o
 _POLICY = flags.DEFINE_enum("eviction_policy", "lru", EVICTION_POLICIES, "Replay with this policy.")
 _TEXT = flags.DEFINE_bool("show_text", False, "Show texts of prompts; needs a tokenizer.")
 _FINDINGS = flags.DEFINE_integer("most_replayed", 8, "Findings whose gain is computed, those with most tokens lost.", 0)
-_TOKENS = flags.DEFINE_integer("replay_tokens", 8_000_000, "Replay the last requests of so many prompt tokens.", 1)
+_TOKENS = flags.DEFINE_integer(
+    "replay_tokens", 8_000_000, "Replay the last requests of so many tokens or block names.", 1
+)
 _PLOT = flags.DEFINE_string("plot", None, "Draw tokens by cause, and gains, to this PNG; needs '.[plot]'.")
 _TIMELINE = flags.DEFINE_string("timeline", None, "Draw each request's time to this PNG; needs '.[plot]'.")
 _MOST_IN_TIMELINE = flags.DEFINE_integer("timeline_requests", 200, "Draw the last so many requests.", 1)

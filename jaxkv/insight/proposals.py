@@ -45,7 +45,7 @@ class Settings:
 
     Attributes:
       most_replayed: findings with a computed gain, those with most tokens lost; the others go without.
-      replay_tokens: of the log's last requests, at most so many prompt tokens are replayed.
+      replay_tokens: of the log's last requests, at most so many tokens are replayed; a block name counts as one.
       least_lost: findings with a smaller share of all prompt tokens are left out.
       with_texts: show some texts of what varies.
     """
@@ -79,11 +79,13 @@ def find_faults(
     return dataclasses.replace(diagnosis, findings=tuple(findings))
 
 
-def _first_replayed(log: PromptLog, most_tokens: int) -> int:
-    first = len(log.requests)
-    while first and (most_tokens := most_tokens - log.requests[first - 1].num_tokens) >= 0:
+def _first_replayed(log: PromptLog, most_symbols: int) -> int:
+    """Number of the first request of those that are replayed; the last one always is."""
+    first = len(log.requests) - 1
+    left = most_symbols * log.symbol_bytes - len(log.requests[first].sequence)
+    while first and (left := left - len(log.requests[first - 1].sequence)) >= 0:
         first -= 1
-    return min(first, len(log.requests) - 1)
+    return first
 
 
 class _Replays:
