@@ -12,11 +12,11 @@ from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.prefix_index import TOKEN_BYTES, BlockHash
-from jaxkv.control.prefix_sharing import PrefixSharing
 from jaxkv.control.request_state import RequestState, new_request_state
+from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import PrefixCacheStats
+from jaxkv.core.metrics import EngineStats
 from jaxkv.core.request import Request, SamplingParams
 from jaxkv.insight.prompt_log import LoggedRequest, PromptLog
 from jaxkv.simulation.block_replay import serve
@@ -77,11 +77,12 @@ def replay_prompts(log: PromptLog, pool: Pool = Pool()) -> PromptReplay:
 def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
     lengths = [len(request.sequence) // TOKEN_BYTES for request in log.requests]
     num_usable = pool.capacity_blocks or sum(-(-length // log.block_size) for length in lengths) + 1
-    config = SchedulerConfig(share_partial_blocks=pool.share_partial, eviction_policy=pool.eviction_policy)
+    config = SchedulerConfig(
+        share_partial_blocks=pool.share_partial, eviction_policy=pool.eviction_policy, eviction_lookahead=0
+    )
     limits = ExecutorLimits(num_usable + 1, log.block_size, 1, 1, 1, max(lengths, default=0) + 2, 1)
-    blocks = BlockManager(limits.num_blocks, log.block_size, make_eviction_policy(pool.eviction_policy, num_usable))
-    stats = PrefixCacheStats()
-    sharing = PrefixSharing(config, blocks, stats)
+    scheduler = Scheduler(limits, config, stats=EngineStats())
+    stats = scheduler.stats.prefix_cache
     served: list[Served | None] = []
     for number, request in enumerate(log.requests):
         try:
@@ -90,7 +91,7 @@ def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
             served.append(None)
             continue
         hit, missed = stats.hit, stats.missed.copy()
-        _serve(state, sharing, blocks, memoryview(request.output).cast("i").tolist())
+        _serve(state, scheduler, memoryview(request.output).cast("i").tolist())
         news = {
             reason.value: count - missed[reason] for reason, count in stats.missed.items() if count > missed[reason]
         }
@@ -105,8 +106,8 @@ def _engine_request(request: LoggedRequest) -> Request:
     return Request(request.request_id, tokens, sampling, cache_salt=request.salt)
 
 
-def _serve(state: RequestState, sharing: PrefixSharing, blocks: BlockManager, output: Sequence[int]) -> None:
-    num_known = len(state.token_ids)
+def _serve(state: RequestState, scheduler: Scheduler, output: Sequence[int]) -> None:
+    sharing, blocks, num_known = scheduler.prefixes, scheduler.blocks, len(state.token_ids)
     sharing.take(state, sharing.find(state), -(-num_known // blocks.block_size))
     sharing.publish(state, num_known, planned=True, with_tail=True)
     sharing.end_admissions()
