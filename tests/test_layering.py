@@ -35,8 +35,8 @@ MAY_IMPORT["jaxkv.server"] = LOWER | TOP
 
 # jax and what brings it along.
 JAX = {"jax", "jaxlib", "flax", "orbax", "chex"}
-NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.insight", "jaxkv.tokenization"}
-NO_JAX |= {"jaxkv.constraints", "jaxkv.server"}
+NO_JAX = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.insight", "jaxkv.tokenization", "jaxkv.constraints"}
+NO_JAX |= {"jaxkv.server"}
 STANDARD_LIBRARY_ONLY = {"jaxkv.core", "jaxkv.control", "jaxkv.simulation", "jaxkv.insight"}
 SOURCES = sorted((ROOT / "jaxkv").rglob("*.py")) + sorted((ROOT / "pallas_kernels").rglob("*.py"))
 
