@@ -12,7 +12,7 @@ from jaxkv.insight.findings import Finding
 from jaxkv.insight.nearest import Parting, find_partings
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.prompt_replay import Pool, Served, replay_prompts
-from jaxkv.insight.reuse_distance import least_capacity, needed_capacities
+from jaxkv.insight.reuse_distance import needed_capacities
 from jaxkv.insight.same_elsewhere import find_same_elsewhere
 from jaxkv.insight.token_texts import TokenBytes
 
@@ -39,7 +39,7 @@ class Diagnosis:
     requests: in the log's order. Refused ones (of a replay) have nothing cached.
     pool: what the gains are computed for.
     is_replayed: what was found comes from a replay through `pool`, since the log does not tell it.
-    is_estimated: the pool's capacity was not given, but told by what was found and what was evicted.
+    is_estimated: the pool's capacity was not given; it is the most with which what was evicted can have been.
     """
 
     log: PromptLog
@@ -116,20 +116,18 @@ def compare(
 def _known_pool(
     log: PromptLog, pool: Pool, served: Sequence[Served], needed: Sequence[Sequence[int]]
 ) -> tuple[Pool, bool]:
-    """The pool with a capacity, where evictions tell that it has one: with one block more, LRU would have kept the first
-    block that was evicted; and what was found must have had room."""
+    """The pool with a capacity, where evictions tell the most that it can have: LRU would have kept what was evicted
+    after the fewest others. (Hits tell nothing: look-ahead keeps what waiting requests ask for longer than LRU would.)"""
     if pool.capacity_blocks is not None:
         return pool, False
-    found = [one.cached // log.block_size for one in served]
     evicted = [
-        capacities[count]
-        for one, count, capacities in zip(served, found, needed, strict=True)
-        if one.missed.get(MissReason.EVICTED.value) and len(capacities) > count
+        capacities[one.cached // log.block_size]
+        for one, capacities in zip(served, needed, strict=True)
+        if one.missed.get(MissReason.EVICTED.value) and len(capacities) > one.cached // log.block_size
     ]
     if not evicted:
         return pool, False
-    capacity = max(least_capacity(needed, found), min(evicted) - 1)
-    return dataclasses.replace(pool, capacity_blocks=capacity), True
+    return dataclasses.replace(pool, capacity_blocks=max(1, min(evicted) - 1)), True
 
 
 def _num_overwritten(log: PromptLog, pool: Pool, served: Served, needed: Sequence[int]) -> int:

@@ -55,13 +55,6 @@ def needed_capacities(log: PromptLog) -> list[list[int]]:
     return needed
 
 
-def least_capacity(needed: Sequence[Sequence[int]], found: Sequence[int]) -> int:
-    """Blocks that the pool must have had, given how many leading blocks each request found in it."""
-    return max(
-        (capacities[: max(0, count)][-1] for capacities, count in zip(needed, found) if capacities[:count]), default=0
-    )
-
-
 class _Fenwick:
     """Counts by place, and their sums from the first on in O(log n)."""
 

@@ -27,7 +27,7 @@ def print_totals(console: Console, diagnosis: Diagnosis) -> None:
     console.print(table, markup=False)
     pool = diagnosis.pool
     size = "without bound" if pool.capacity_blocks is None else f"of {pool.capacity_blocks:,} blocks"
-    note = " (as the log's hits and evictions tell)" if diagnosis.is_estimated else ""
+    note = " (the most that the log's evictions allow: set capacity_blocks)" if diagnosis.is_estimated else ""
     source = "replayed, one request at a time, through" if diagnosis.is_replayed else "as the server counted; gains for"
     console.print(f"Found: {source} a pool {size}{note} of {diagnosis.log.block_size} tokens.", highlight=False)
 

@@ -11,7 +11,7 @@ from jaxkv.core.request import Request, SamplingParams
 from jaxkv.core.request_record import RequestRecord
 from jaxkv.insight.prompt_log import log_of_records, token_log
 from jaxkv.insight.prompt_replay import Pool, Served, replay_prompts
-from jaxkv.insight.reuse_distance import capacity_for, least_capacity, needed_capacities
+from jaxkv.insight.reuse_distance import capacity_for, needed_capacities
 from jaxkv.simulation.cost_model import ConstantCostModel
 from jaxkv.simulation.replay import replay
 from tests.support.prompts import log_of, logged
@@ -93,4 +93,3 @@ def test_so_many_blocks_keep_a_prefix_and_one_fewer_does_not(seed):
 def test_capacities_by_hand():
     needs = [(10, 40), (30, 50), (50, 10)]
     assert [capacity_for(needs, share) for share in (0.4, 0.5, 0.9, 1.0)] == [10, 30, 30, 50]
-    assert least_capacity([[3, 9], [5, 7, 8], []], [1, 2, 0]) == 7
