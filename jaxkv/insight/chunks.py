@@ -77,17 +77,19 @@ def _is_like(a: Chunked, b: Chunked, gap_to_common: float) -> bool:
     return shared >= MIN_COMMON_TOKENS * TOKEN_BYTES and last - shared <= gap_to_common * shared
 
 
-def have_common_grams(sequences: Sequence[bytes], num_compared: int = 4, stride: int = 4) -> bool:
-    """Whether any of the first `num_compared` has something in common with any other: cheap, for a first look. What is
-    common for GRAM_TOKENS + stride is seen for certain."""
-    seen: set[bytes] = set()
-    for number, data in enumerate(sequences):
-        every = TOKEN_BYTES * stride
-        if any(data[start : start + _WIDTH] in seen for start in range(0, len(data) - _WIDTH + 1, every)):
-            return True
-        if number < num_compared:
-            seen.update([data[start : start + _WIDTH] for start in range(0, len(data) - _WIDTH + 1, TOKEN_BYTES)])
-    return False
+def have_common_grams(sequences: Sequence[bytes], num_compared: int = 16, stride: int = 4) -> bool:
+    """Whether any has something in common with one of some `num_compared` of them: cheap, for a first look. What is common
+    for GRAM_TOKENS + stride is seen for certain."""
+    owners: dict[bytes, int] = {}
+    for owner in range(0, len(sequences), max(1, len(sequences) // num_compared)):
+        data = sequences[owner]
+        for start in range(0, len(data) - _WIDTH + 1, TOKEN_BYTES):
+            owners.setdefault(data[start : start + _WIDTH], owner)
+    return any(
+        owners.get(data[start : start + _WIDTH], number) != number
+        for number, data in enumerate(sequences)
+        for start in range(0, len(data) - _WIDTH + 1, TOKEN_BYTES * stride)
+    )
 
 
 def find_tokens(data: bytes, wanted: bytes, start: int = 0) -> int:

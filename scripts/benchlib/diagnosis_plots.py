@@ -12,7 +12,6 @@ from jaxkv.insight.diagnosis import Diagnosis
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402  (the backend is chosen first)
-from matplotlib.colors import Normalize  # noqa: E402
 
 _MOST_CALLERS = 12
 _COLOURS = dict(zip(Cause, pyplot.get_cmap("tab10").colors))
@@ -52,33 +51,33 @@ def plot_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
 
 
 def plot_timeline(records: Sequence[RequestRecord], path: Path) -> None:
-    """A line a request, by caller and then arrival: queue, prefill (the greener, the more was cached), decode; a cross
-    at the end of those that were preempted."""
-    callers = sorted({record.caller or "-" for record in records})
+    """A line a request, by caller and then arrival: queue, prefill and decode; before it a square, the brighter the more of
+    the prompt was cached; behind it a cross if it was preempted."""
     ordered = sorted(records, key=lambda record: (record.caller or "-", record.arrival))
+    callers = list(dict.fromkeys(record.caller or "-" for record in ordered))
     start = min(record.arrival for record in ordered)
     figure, axes = pyplot.subplots(figsize=(13, 2 + min(0.13 * len(ordered), 14)), layout="constrained")
-    colours, hit = pyplot.get_cmap("RdYlGn"), Normalize(0, 1)
-    for place, record in enumerate(ordered):
-        at = record.arrival - start
-        rate = record.cached_tokens / record.prompt_tokens if record.prompt_tokens else 0.0
-        spans = ((record.queue, "0.75"), (record.prefill, colours(hit(rate))), (record.decode, "tab:blue"))
-        for seconds, colour in spans:
-            if seconds is not None:
-                axes.barh(place, seconds, left=at, height=0.8, color=colour)
-                at += seconds
-        if record.preemptions:
-            axes.plot([at], [place], marker="x", color="black", markersize=5)
+    spans = {"queue": "0.8", "prefill": "tab:orange", "decode": "tab:blue"}
+    ends = [record.arrival - start for record in ordered]
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", alpha=0.3)
+    for name, colour in spans.items():
+        lengths = [getattr(record, name) or 0.0 for record in ordered]
+        axes.barh(range(len(ordered)), lengths, left=ends, height=0.85, color=colour, label=name)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    preempted = [place for place, record in enumerate(ordered) if record.preemptions]
+    axes.scatter([ends[place] for place in preempted], preempted, marker="x", color="black", s=25, label="preempted")
+    arrivals = [record.arrival - start for record in ordered]
+    rates = [record.cached_tokens / record.prompt_tokens if record.prompt_tokens else 0.0 for record in ordered]
+    squares = axes.scatter(arrivals, range(len(ordered)), c=rates, cmap="viridis", vmin=0, vmax=1, marker="s", s=18)
     firsts = [next(i for i, record in enumerate(ordered) if (record.caller or "-") == caller) for caller in callers]
     for first in firsts[1:]:
         axes.axhline(first - 0.5, color="0.4", linewidth=0.6)
     axes.set(
-        yticks=firsts, yticklabels=callers, xlabel="seconds since the first arrival", ylim=(len(ordered) - 0.5, -0.5)
+        yticks=firsts, yticklabels=callers, ylim=(len(ordered) - 0.5, -0.5), xlabel="seconds since the first arrival"
     )
-    axes.set_title("requests by caller: queue, prefill, decode")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in ("0.75", "tab:blue")]
-    handles.append(axes.plot([], [], marker="x", color="black", linestyle="")[0])
-    axes.legend(handles, ["queue", "decode", "preempted"], loc="upper left", bbox_to_anchor=(0, -0.04), ncols=3)
-    figure.colorbar(matplotlib.cm.ScalarMappable(hit, colours), ax=axes, label="prefill: share of the prompt cached")
+    axes.set_title("requests by caller, in order of arrival")
+    figure.legend(loc="outside lower left", ncols=4, frameon=False)
+    figure.colorbar(squares, ax=axes, label="share of the prompt cached (square)", shrink=min(1, 40 / len(ordered)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
