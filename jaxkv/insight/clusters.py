@@ -47,10 +47,9 @@ def find_clusters(prompts: Sequence[bytes], numbers: Sequence[int]) -> Iterator[
         if len(members) < least or prompts[members[-1]] == head:
             continue
         for cluster in _clusters_at(prompts, members, head):
-            if len(cluster.members) >= MIN_REQUESTS:
-                yield cluster
-                taken = set(cluster.members)
-                members = [number for number in members if number not in taken]
+            yield cluster
+            taken = set(cluster.members)
+            members = [number for number in members if number not in taken]
         branches = itertools.groupby(members, key=lambda number: prompts[number][size : size + TOKEN_BYTES])
         waiting += [list(branch) for token, branch in branches if token]
 
@@ -64,21 +63,30 @@ def _clusters_at(prompts: Sequence[bytes], members: list[int], head: bytes) -> I
         return
     left = members
     for group in _groups(cut_into_chunks(bodies)):
-        documents = movable_documents(group)
-        template = template_of(head, group, documents)
-        if not documents and template is None:
-            continue
-        found = [number for number in left if _belongs(prompts[number], template, documents)]
-        taken = set(found)
-        left = [number for number in left if number not in taken]
-        start = len(head)
-        if template is not None:
-            filled = [one for number in found if (one := template.fill(prompts[number])) is not None]
-            template = template.tightened(filled) if len(filled) >= MIN_REQUESTS else None
-        if template is not None:
-            start = len(template.segments[0])
-        if template is not None or documents:
-            yield Cluster(tuple(sorted(found)), start // TOKEN_BYTES, template, documents)
+        cluster = _cluster_of(prompts, left, head, group)
+        if cluster is not None:
+            yield cluster
+            taken = set(cluster.members)
+            left = [number for number in left if number not in taken]
+
+
+def _cluster_of(
+    prompts: Sequence[bytes], members: Sequence[int], head: bytes, group: Sequence[Chunked]
+) -> Cluster | None:
+    """Of the members, which are sorted, those that are like this group; None if too few are, or if nothing is wrong."""
+    documents = movable_documents(group)
+    template = template_of(head, group, documents)
+    found = [number for number in members if _belongs(prompts[number], template, documents)]
+    if template is not None:
+        filled = [one for number in found if (one := template.fill(prompts[number])) is not None]
+        template = template.tightened(filled) if len(filled) >= MIN_REQUESTS else None
+    if len(found) < MIN_REQUESTS or (template is None and not documents):
+        return None
+    if template is None:
+        start = num_common(prompts[found[0]], prompts[found[-1]])
+    else:
+        start = len(template.segments[0]) // TOKEN_BYTES
+    return Cluster(tuple(sorted(found)), start, template, documents)
 
 
 def _groups(behind: Sequence[Chunked]) -> list[list[Chunked]]:

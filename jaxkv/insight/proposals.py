@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES
 from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.insight.causes import Cause, num_recomputed
 from jaxkv.insight.clusters import Cluster
 from jaxkv.insight.diagnosis import Diagnosis, callers_of, evicted_tokens
-from jaxkv.insight.findings import Finding, Gain
+from jaxkv.insight.findings import Finding
+from jaxkv.insight.gains import Proposal, Replays, World, first_replayed
 from jaxkv.insight.prompt_log import PromptLog
-from jaxkv.insight.prompt_replay import Pool, PromptReplay, replay_prompts
+from jaxkv.insight.prompt_replay import Pool
 from jaxkv.insight.remedies import with_fields_last, with_one_salt, with_same_tokens, with_sorted_documents
 from jaxkv.insight.reuse_distance import capacity_for
 from jaxkv.insight.templates import Filled, Template
@@ -23,20 +24,6 @@ _CONTEXT_TOKENS = 12
 _EXAMPLE_CHARACTERS = 60
 _TOLD_WITHOUT_GAIN = 0.01  # of all tokens; a remedy for fewer that brings nothing is not worth a line
 _UNKNOWN_SHARE = 0.2  # of a caller's requests that part in one block, from which on it is told
-
-World = tuple[PromptLog, Pool]
-"""Requests, and the cache that serves them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """A finding, the requests that have the fault, and the worlds to replay for its gain: without the remedy (None: as
-    they are), and by name with each part of it added."""
-
-    finding: Finding
-    numbers: Collection[int]
-    before: Callable[[], World] | None = None
-    after: Mapping[str, Callable[[], World]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +54,7 @@ def find_faults(
     least, large = (share * diagnosis.tokens for share in (settings.least_lost, _TOLD_WITHOUT_GAIN))
     proposals = [p for p in _proposals(diagnosis, settings, token_bytes) if p.finding.tokens_lost >= max(1, least)]
     proposals.sort(key=lambda proposal: -proposal.finding.tokens_lost)
-    replays = _Replays(diagnosis, _first_replayed(diagnosis.log, settings.replay_tokens))
+    replays = Replays(diagnosis, first_replayed(diagnosis.log, settings.replay_tokens))
     findings = []
     for number, proposal in enumerate(proposals, 1):
         finding = proposal.finding
@@ -77,58 +64,6 @@ def find_faults(
             findings.append(finding)
         progress.update("gains", number, len(proposals))
     return dataclasses.replace(diagnosis, findings=tuple(findings))
-
-
-def _first_replayed(log: PromptLog, most_symbols: int) -> int:
-    """Number of the first request of those that are replayed; the last one always is."""
-    first = len(log.requests) - 1
-    left = most_symbols * log.symbol_bytes - len(log.requests[first].sequence)
-    while first and (left := left - len(log.requests[first - 1].sequence)) >= 0:
-        first -= 1
-    return first
-
-
-class _Replays:
-    """Hit rates of the log's requests from `first` on, in different worlds."""
-
-    def __init__(self, diagnosis: Diagnosis, first: int):
-        self._now = (diagnosis.log, diagnosis.pool)
-        self._first = first
-
-    def gain(self, proposal: Proposal) -> Gain:
-        before, own_before = self._rates(
-            self._as_it_is if proposal.before is None else self._replay(proposal.before()), proposal
-        )
-        steps, own_after, pool = [], 0.0, self._now[1]
-        for name, make in proposal.after.items():
-            world = make()
-            rate, own_after = self._rates(self._replay(world), proposal)
-            steps.append((name, rate))
-            pool = world[1]
-        num_replayed = len(self._now[0].requests) - self._first
-        return Gain(
-            before=before,
-            after=steps[-1][1],
-            own_before=own_before,
-            own_after=own_after,
-            steps=tuple(steps),
-            requests=num_replayed,
-            block_size=self._now[0].block_size,
-            capacity_blocks=pool.capacity_blocks,
-        )
-
-    @functools.cached_property
-    def _as_it_is(self) -> PromptReplay:
-        return self._replay(self._now)
-
-    def _replay(self, world: World) -> PromptReplay:
-        log, pool = world
-        return replay_prompts(dataclasses.replace(log, requests=log.requests[self._first :]), pool)
-
-    def _rates(self, replay: PromptReplay, proposal: Proposal) -> tuple[float, float]:
-        """Of all requests, and of those with the fault."""
-        own = [number - self._first for number in proposal.numbers if number >= self._first]
-        return replay.hit_rate, replay.hit_rate_of(own)
 
 
 def _proposals(diagnosis: Diagnosis, settings: Settings, token_bytes: TokenBytes | None) -> Iterator[Proposal]:
