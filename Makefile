@@ -13,14 +13,14 @@ WORKERS ?= 2
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed-$(EXTRAS)
 
-.PHONY: serve test test-slow test-prometheus gpu-build oracle clients bench clean
+.PHONY: serve test test-slow test-prometheus test-browser gpu-build oracle clients bench clean
 
 serve: $(INSTALLED)
 	$(PY) scripts/serve.py --model=demo $(ARGS)
 
 # Everything that needs neither torch nor a model hub.
 test: $(INSTALLED)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu_build and not prometheus and not clients" $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu_build and not prometheus and not clients and not browser" $(TESTS)
 
 test-slow: $(INSTALLED)
 	$(PY) -m pytest -m slow $(TESTS)
@@ -28,6 +28,10 @@ test-slow: $(INSTALLED)
 # /metrics and its dashboards under a real Prometheus (apt-get install prometheus).
 test-prometheus: $(INSTALLED)
 	$(PY) -m pytest -m prometheus tests/server/test_prometheus.py
+
+# /dashboard in a headless browser (apt-get install chromium); screenshots stay in /tmp/pytest-of-USER/pytest-current.
+test-browser: $(INSTALLED)
+	$(PY) -m pytest -m browser tests/server/test_dashboard_browser.py
 
 # The GPU kernels and step functions, compiled for GPUs on any machine: tests of their machine code. A virtual environment of
 # its own, since JAX looks for a GPU at every start once the CUDA plugin is installed.
@@ -40,7 +44,7 @@ gpu-build-tests: $(INSTALLED)
 # Comparisons with transformers' torch models. Installs torch (see pyproject.toml).
 oracle: $(INSTALLED)
 	$(PY) -m pip install --quiet -e '.[oracle]'
-	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus and not clients" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
+	$(PY) -m pytest -m "not slow and not gpu_build and not prometheus and not clients and not browser" $(or $(TESTS),$(shell find tests -name 'test_*_torch.py' | sort))
 
 # Other people's programs against a server on the demo model, lm-eval's numbers beside transformers'. Installs torch.
 clients: $(INSTALLED)

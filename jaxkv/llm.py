@@ -10,6 +10,8 @@ from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError, RequestError
 from jaxkv.core.progress import Progress, SilentProgress
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from jaxkv.insight.request_log import RequestLog
+from jaxkv.insight.traffic import Traffic
 from jaxkv.tokenization.output_text import OutputText, TextDelta
 from jaxkv.tokenization.tokenizer import Tokenizer
 
@@ -141,6 +143,7 @@ class LLM:
 
     def _attach(self, started: "StartedEngine") -> None:
         self._started: StartedEngine | None = started
+        self._request_log: RequestLog | None = None
         self._ids = itertools.count()
         self._running: dict[str, _Running] = {}
         self._unread: dict[str, list[TextDelta]] = collections.defaultdict(list)
@@ -148,6 +151,23 @@ class LLM:
     def close(self) -> None:
         """Give up the engine, and with it the model's memory."""
         self._started = None
+        if self._request_log is not None:
+            self._request_log.close()
+            self._request_log = None
+
+    def log_requests(self, path: str, *, token_ids: bool = False) -> None:
+        """Append a line of JSON for each request that ends from now on, until `close`; see `RequestRecord`.
+
+        Args:
+          token_ids: those of prompts and outputs too, which can be turned back into texts.
+
+        Raises:
+          ConfigError: the file cannot be written, or requests are logged already.
+        """
+        if self._request_log is not None:
+            raise ConfigError("this LLM logs its requests already")
+        self._request_log = RequestLog(path, token_ids=token_ids)
+        Traffic(self._request_log).attach(self.started.engine)
 
     def __enter__(self) -> "LLM":
         return self

@@ -17,6 +17,8 @@ from jaxkv.async_engine import AsyncEngine
 from jaxkv.console import ConsoleProgress, set_up_logging
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
+from jaxkv.insight.request_log import RequestLog
+from jaxkv.insight.traffic import Traffic
 from jaxkv.server.app import create_app
 from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import MAX_BODY_BYTES, Front, guard
@@ -33,6 +35,9 @@ _NAMES = flags.DEFINE_string(
 _API_KEY = flags.DEFINE_list(
     "api_key", [], "Clients must send one of these, separated by commas, as a bearer token. Unset: JAXKV_API_KEY's."
 )
+_API_KEY_NAMES = flags.DEFINE_list(
+    "api_key_names", [], "What to call the API keys in statistics, separated by commas, in the keys' order."
+)
 _MAX_QUEUED = flags.DEFINE_integer(
     "max_num_queued_reqs",
     1024,
@@ -46,6 +51,17 @@ _REQUEST_TIMEOUT = flags.DEFINE_float(
 _DRAIN_TIMEOUT = flags.DEFINE_float(
     "drain_timeout", 30.0, "Seconds that running requests may go on after the first SIGTERM or Ctrl-C.", lower_bound=0.0
 )
+_REQUEST_LOG = flags.DEFINE_string(
+    "request_log",
+    None,
+    "File to append a line of JSON to for each request that has ended: times, tokens, hits. No texts.",
+)
+_REQUEST_LOG_TOKENS = flags.DEFINE_boolean(
+    "request_log_tokens", False, "Log the token ids of prompts and outputs too, which can be turned back into texts."
+)
+_SHOW_CALLERS = flags.DEFINE_boolean(
+    "show_callers", True, "Name callers on /metrics and /dashboard, which anyone who reaches the server may read."
+)
 _LOG_LEVEL = flags.DEFINE_enum(
     "log_level", "info", ["debug", "info", "warning", "error"], "Least important log lines to show."
 )
@@ -57,8 +73,9 @@ Loads a model and serves it over an OpenAI-compatible HTTP API. Flags take dashe
 `--flag value`.
 """
 GROUPS = jaxkv_flags.GROUPS | {
-    "server": ("host", "port", "served_model_name", "api_key", "max_num_queued_reqs", "max_body_bytes",
-               "request_timeout", "drain_timeout", "log_level")
+    "server": ("host", "port", "served_model_name", "api_key", "api_key_names", "max_num_queued_reqs",
+               "max_body_bytes", "request_timeout", "drain_timeout", "log_level"),
+    "watching": ("request_log", "request_log_tokens", "show_callers"),
 }  # fmt: skip
 # Seconds for the last step to end and the last bytes to be written.
 _FLUSH_S = 5.0
@@ -78,17 +95,23 @@ def main(rest: list[str]) -> int:
     config = jaxkv_flags.engine_config()
     set_up_logging(_LOG_LEVEL.value)
     _allow_many_connections()
-    listener = _bind(_HOST.value, _PORT.value)
     keys = [key for key in _API_KEY.value or os.environ.get("JAXKV_API_KEY", "").split(",") if key]
+    key_names = _checked_names(keys, _API_KEY_NAMES.value)
+    if _REQUEST_LOG_TOKENS.value and not _REQUEST_LOG.value:
+        raise ConfigError("--request_log_tokens needs --request_log=FILE")
+    log = RequestLog(_REQUEST_LOG.value, token_ids=_REQUEST_LOG_TOKENS.value) if _REQUEST_LOG.value else None
+    listener = _bind(_HOST.value, _PORT.value)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _exit(0))  # before and after uvicorn's own
-    server = _Server(config, keys, listener)
+    server = _Server(config, keys, key_names, listener, Traffic(log, names_callers=_SHOW_CALLERS.value))
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(server.serve(sockets=[listener]))
     if server.load_error is not None:
         raise server.load_error
     if server.engine is not None:
         server.engine.shutdown()
+        if log is not None:
+            log.close()
     if server.failure is not None:
         sys.stderr.write(f"error: the engine failed: {server.failure}\n")
         return 1
@@ -104,9 +127,16 @@ class _Server(uvicorn.Server):
       load_error: why the model could not be loaded. failure: what broke the engine later. None if all went well.
     """
 
-    def __init__(self, config: EngineConfig, keys: list[str], listener: socket.socket):
+    def __init__(
+        self,
+        config: EngineConfig,
+        keys: list[str],
+        key_names: list[str],
+        listener: socket.socket,
+        traffic: Traffic,
+    ):
         self._front = Front()
-        app = guard(self._front, api_keys=keys, max_body_bytes=flags.FLAGS.max_body_bytes)
+        app = guard(self._front, api_keys=keys, api_key_names=key_names, max_body_bytes=flags.FLAGS.max_body_bytes)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -122,7 +152,7 @@ class _Server(uvicorn.Server):
         self.engine: AsyncEngine | None = None
         self.load_error: BaseException | None = None
         self.failure: str | None = None
-        self._engine_config = config
+        self._engine_config, self._traffic = config, traffic
         self._url = _url(listener)
         self._with_key = bool(keys)
         self._drain_until = 0.0
@@ -133,7 +163,7 @@ class _Server(uvicorn.Server):
 
     async def _load(self) -> None:
         try:
-            serving = await asyncio.to_thread(_load, self._engine_config)
+            serving = await asyncio.to_thread(_load, self._engine_config, self._traffic)
             self._front.app = create_app(serving)
         except BaseException as error:
             self.load_error = error
@@ -146,6 +176,7 @@ class _Server(uvicorn.Server):
         sys.stdout.write(f"jaxkv is ready: {self._url} (model {name})\n{_curl(self._url, name, self._with_key)}\n")
         sys.stdout.flush()
         self._status = asyncio.create_task(log_status(lambda: self.engine.snapshot))
+        self._history = asyncio.create_task(serving.history.watch(lambda: self.engine.snapshot))
 
     def _engine_failed(self) -> None:
         self.failure = self.engine.failed
@@ -187,11 +218,12 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _load(config: EngineConfig) -> Serving:
+def _load(config: EngineConfig, traffic: Traffic) -> Serving:
     from jaxkv.startup import start_engine
 
     with ConsoleProgress() as progress:
         started = start_engine(config, progress=progress)
+    traffic.attach(started.engine)
     return Serving(
         engine=AsyncEngine(
             started.engine,
@@ -206,7 +238,14 @@ def _load(config: EngineConfig) -> Serving:
         max_logprobs=started.config.max_logprobs,
         constraints=started.constraints,
         cache_config=cache_config_labels(started.config),
+        traffic=traffic,
     )
+
+
+def _checked_names(keys: list[str], names: list[str]) -> list[str]:
+    if names and len(names) != len(keys):
+        raise ConfigError(f"--api_key_names has {len(names)} names for {len(keys)} API keys: give one for each key")
+    return names
 
 
 def _exit(code: int) -> None:

@@ -5,8 +5,10 @@ And no process of tests keeps all that it has compiled.
 
 import gc
 import importlib.util
+import os
 import pathlib
 import sys
+import tempfile
 
 import hypothesis
 import pytest
@@ -19,9 +21,18 @@ TORCH_MODULES = 6
 # Tests that read request traces beside the checkout (small made-up traces cover the logic where they are absent).
 TRACES, TRACE_TESTS = pathlib.Path(__file__).parents[2] / "shared" / "traces", 3
 _skipped: list[str] = []
+# Names the folder through which a run's processes share what they compile (see support/tiny_programs.py).
+_EXECUTABLES = "JAXKV_TEST_EXECUTABLES"
 # XLA:CPU maps some 100 regions for each step function, Linux allows a process 65,530 (vm.max_map_count), and XLA dies of a
 # segmentation fault at the next one. Left alone, all tests in one process come to more than that.
 _MANY_MAPPED_REGIONS, _MOST_MAPPED_REGIONS = 15_000, 40_000
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="jaxkv-executables-")
+        os.environ[_EXECUTABLES] = folder.name  # workers inherit it
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collectreport(report):
@@ -39,7 +50,7 @@ def pytest_sessionfinish(session, exitstatus):
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist sees a part of the tests
         return
     whole = config.args == config.getini("testpaths") and not config.option.keyword
-    marks = "not slow and not gpu_build and not prometheus and not clients"  # those of `make test`
+    marks = "not slow and not gpu_build and not prometheus and not clients and not browser"  # those of `make test`
     if not whole or exitstatus != 0 or config.option.markexpr != marks:
         return
     expected = 0 if importlib.util.find_spec("torch") else TORCH_MODULES

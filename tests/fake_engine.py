@@ -3,9 +3,11 @@
 import dataclasses
 import threading
 import time
+import types
 
 from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import checked_request
+from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
@@ -31,6 +33,9 @@ class FakeEngine:
         self.break_with = self.dead_ends = None
         self.gate = threading.Event()
         self.gate.set()
+        self.clock = MonotonicClock()
+        self.executor = types.SimpleNamespace(limits=types.SimpleNamespace(block_size=16))
+        self.on_end = None  # never called: there are no states here
         self._live, self._news = {}, []
         self._owner = None
 

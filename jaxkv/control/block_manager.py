@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxkv.control.eviction import LRU, EvictionPolicy
 from jaxkv.control.prefix_index import BlockHash, MatchResult, PrefixIndex
+from jaxkv.core.metrics import EngineStats
 from jaxkv.core.plan import NULL_BLOCK
 
 
@@ -37,16 +38,24 @@ class BlockManager:
 
     Attributes:
       num_evictions: full cached blocks that were overwritten, since the start.
+      now: set by the owner as time goes on, for the ages of blocks.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, eviction: EvictionPolicy | None = None, *, num_ghosts: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        eviction: EvictionPolicy | None = None,
+        *,
+        num_ghosts: int | None = None,
+        stats: EngineStats | None = None,
     ):
         """
         Args:
           num_blocks: the null block included, as in `ExecutorLimits`.
           eviction: an empty policy; None is LRU.
           num_ghosts: most evicted hashes to remember, and as many of tails; None is as many as there are blocks.
+          stats: to be told the ages of blocks that are evicted.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -60,6 +69,10 @@ class BlockManager:
         num_ghosts = self.num_usable if num_ghosts is None else num_ghosts
         self._ghosts, self._tail_ghosts = _Ghosts(num_ghosts), _Ghosts(num_ghosts)
         self.num_evictions = 0
+        self.now = 0.0
+        self._stats = stats
+        # Of blocks that can be found, the second once nobody uses them.
+        self._since, self._idle_since = [0.0] * num_blocks, [0.0] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -111,7 +124,11 @@ class BlockManager:
             block = self._evict()
             is_tail = block in self._is_tail
             (self._tail_ghosts if is_tail else self._ghosts).add(self._forget(block))
-            self.num_evictions += not is_tail
+            if not is_tail:
+                self.num_evictions += 1
+                if self._stats is not None:
+                    self._stats.block_age.add(self.now - self._since[block])
+                    self._stats.block_idle.add(self.now - self._idle_since[block])
         self._ref_count[block] = 1
         return block
 
@@ -151,6 +168,11 @@ class BlockManager:
                 assert self._ref_count[block] > 0, f"block {block} is neither owned nor cached"
             self._ref_count[block] += 1
 
+    def idle_seconds(self, blocks: Iterable[int]) -> list[float]:
+        """Of those that are cached: how long nobody has used them."""
+        counts, since, now = self._ref_count, self._idle_since, self.now
+        return [now - since[block] for block in blocks if counts[block] == 0]
+
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each of a request's blocks, given in order, the tail first.
 
@@ -165,6 +187,7 @@ class BlockManager:
             if count == 0:
                 if block in self._index:
                     self._order_of(block).release(block)
+                    self._idle_since[block] = self.now
                 else:
                     self._free.append(block)
 
@@ -194,6 +217,7 @@ class BlockManager:
         assert self._ref_count[block] > 0, f"block {block} is registered but not owned"
         added = self._index.add(block_hash, block, unsalted)
         if added:
+            self._since[block] = self.now
             self._ghosts.pop(block_hash, None)
             self._tail_ghosts.pop(block_hash, None)
             if is_tail:

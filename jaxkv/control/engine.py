@@ -8,14 +8,16 @@ With two steps in flight the next one is planned and submitted while the device 
 
 import collections
 import logging
+from collections.abc import Callable
 
 from jaxkv.control.executor import Executor, StepHandle
 from jaxkv.control.pinning import PinnedPrefixes
+from jaxkv.control.request_state import RequestState
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import Clock, MonotonicClock
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import EngineSnapshot, EngineStats
+from jaxkv.core.metrics import EngineSnapshot, EngineStats, RequestMetrics
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,15 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._handles: collections.deque[StepHandle] = collections.deque()
         self._news: list[RequestOutput] = []
+
+    @property
+    def on_end(self) -> Callable[[RequestState, RequestMetrics], None] | None:
+        """See `Scheduler.on_end`; called by `step` and `abort`, and must be quick."""
+        return self.scheduler.on_end
+
+    @on_end.setter
+    def on_end(self, observer: Callable[[RequestState, RequestMetrics], None] | None) -> None:
+        self.scheduler.on_end = observer
 
     def add(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`, those of n > 1 sequences under the ids of

@@ -18,6 +18,7 @@ whole by others of that plan, but copied from only in later ones; and a block th
 plan is complete, or it might be the target of another copy.
 """
 
+import collections
 import dataclasses
 
 from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
@@ -25,7 +26,7 @@ from jaxkv.control.pinning import PinnedPrefixes
 from jaxkv.control.prefix_index import TOKEN_BYTES, BlockHash, chain_hashes, num_common, token_bytes
 from jaxkv.control.request_state import RequestState, Status
 from jaxkv.control.scheduler_config import SchedulerConfig
-from jaxkv.core.metrics import MissReason, PrefixCacheStats
+from jaxkv.core.metrics import EngineStats, MissReason
 from jaxkv.core.plan import BlockCopy
 from jaxkv.core.retention import Retention
 
@@ -97,14 +98,14 @@ class PrefixSharing:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        stats: PrefixCacheStats,
+        stats: EngineStats,
         retention: Retention | None = None,
     ):
         self._is_enabled = config.enable_prefix_caching
         self._share_partial = config.share_partial_blocks
         self._blocks = blocks
         self._block_size = blocks.block_size
-        self._stats = stats
+        self._stats, self._reuse_gap = stats.prefix_cache, stats.block_reuse_gap
         self._retention = retention
         self.pins = PinnedPrefixes(blocks, config.cache_root, config.max_pinned_blocks)
         self._copies: list[BlockCopy] = []  # of the plan under construction
@@ -174,7 +175,9 @@ class PrefixSharing:
             self._count(state, hit)
         if (parent := _running_parent(state)) is not None:  # or the blocks that follow would hang in the air
             self.publish(parent, hit.num_full_tokens, planned=False)
-        self._blocks.share(hit.used_blocks)  # before allocating, which might evict them
+        used = hit.used_blocks
+        self._reuse_gap.extend(self._blocks.idle_seconds(used))
+        self._blocks.share(used)  # before allocating, which might evict them
         if self._retention is not None:
             state.num_kept_from = self._retention.kept_from(hit.blocks)
         num_hits = len(hit.blocks)
@@ -264,20 +267,28 @@ class PrefixSharing:
         stats.queried += num_known
         stats.hit_full_block += hit.num_full_tokens
         stats.hit_partial_block += hit.num_head_tokens
-        end = num_known
-        if hit.is_complete:
-            end -= 1
-            stats.missed[MissReason.LAST_TOKEN] += 1
-        stats.missed[MissReason.NEEDS_LOGITS] += hit.num_unused_tokens
-        start = hit.num_tokens + hit.num_unused_tokens
+        state.missed = self._missed(state, hit)
+        for reason, count in state.missed.items():
+            stats.missed[reason] += count
+
+    def _missed(self, state: RequestState, hit: PrefixHit) -> dict[MissReason, int]:
+        """Known tokens that the first admission does not share, by why not."""
         num_uncopied = hit.num_dropped_tokens + hit.num_early_tokens
-        stats.missed[MissReason.SHORTER_THAN_BLOCK] += num_uncopied
-        start += num_uncopied
+        missed = collections.Counter(
+            {
+                MissReason.LAST_TOKEN: int(hit.is_complete),
+                MissReason.NEEDS_LOGITS: hit.num_unused_tokens,
+                MissReason.SHORTER_THAN_BLOCK: num_uncopied,
+            }
+        )
+        start = hit.num_tokens + hit.num_unused_tokens + num_uncopied
+        end = len(state.token_ids) - hit.is_complete
         while start < end:
             place = start // self._block_size
             stop = min(end, (place + 1) * self._block_size)
-            stats.missed[self._reason(state, hit, place)] += stop - start
+            missed[self._reason(state, hit, place)] += stop - start
             start = stop
+        return {reason: count for reason, count in missed.items() if count}
 
     def _reason(self, state: RequestState, hit: PrefixHit, place: int) -> MissReason:
         index = self._blocks.index

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import enum
 import hashlib
+from collections.abc import Mapping
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.lookahead import LookAhead
@@ -11,7 +12,7 @@ from jaxkv.control.prefix_index import BlockHash, chain_hashes, root_hash, split
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.control.token_choice import TokenChoice
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import RequestMetrics
+from jaxkv.core.metrics import MissReason, RequestMetrics
 from jaxkv.core.plan import Admission, DecodeRow, Masking, PrefillChunk, RowResult, RowUpdate
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from jaxkv.core.token_constraint import ConstraintError
@@ -63,6 +64,9 @@ class RequestState:
       prefilled_in: id of the plan with the chunk of the last known token.
       group: the sequences that were asked for together.
       choice: which tokens it may choose; None for any.
+      missed: known tokens that the first admission did not find, by why not.
+      num_prefilled: tokens run through prefill so far, again after preemptions included.
+      longest_gap: between two deliveries.
     """
 
     request: Request
@@ -99,6 +103,9 @@ class RequestState:
     group: SequenceGroup = dataclasses.field(default_factory=SequenceGroup)
     choice: TokenChoice | None = None
     num_preemptions: int = 0
+    missed: Mapping[MissReason, int] = dataclasses.field(default_factory=dict)
+    num_prefilled: int = 0
+    longest_gap: float | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -228,6 +235,11 @@ class RequestState:
             max_tokens=self.max_total_tokens - self.num_prompt_tokens - self.num_inherited_tokens,
             num_sequences=group.num_sequences if group.num_ended == group.num_sequences else None,
             most_generated_tokens=group.most_generated,
+            num_computed_tokens=self.num_prefilled,
+            missed=self.missed,
+            longest_gap=self.longest_gap,
+            caller=self.request.caller,
+            cache_salt=self.request.cache_salt,
         )
 
 

@@ -24,6 +24,7 @@ import bisect
 import collections
 import heapq
 import logging
+from collections.abc import Callable
 
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_power_of_two
@@ -39,7 +40,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.control.state_checks import check_states
 from jaxkv.control.validation import checked_request
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import EngineStats
+from jaxkv.core.metrics import EngineStats, RequestMetrics
 from jaxkv.core.plan import DecodeRow, PrefillChunk, RowUpdate, StepPlan, StepResult
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from jaxkv.core.token_constraint import ConstraintError
@@ -48,7 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """`add` and `finish` requests at any moment; `schedule` a plan; `update` with each plan's result, in order."""
+    """`add` and `finish` requests at any moment; `schedule` a plan; `update` with each plan's result, in order.
+
+    Attributes:
+      on_end: called with every request that has ended, whose state does not change any more, and what its life took.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class Scheduler:
         self.limits = limits
         self.config = config
         self.stats = EngineStats() if stats is None else stats
+        self.on_end: Callable[[RequestState, RequestMetrics], None] | None = None
         policy = make_eviction_policy(config.eviction_policy, limits.num_blocks - 1)
         lookahead = LookAhead(policy) if config.eviction_lookahead and config.enable_prefix_caching else None
         self.blocks = BlockManager(
@@ -68,9 +74,10 @@ class Scheduler:
             limits.block_size,
             policy if lookahead is None else lookahead,
             num_ghosts=config.ghost_blocks,
+            stats=self.stats,
         )
         self.retention = config.retention(limits)
-        self.prefixes = PrefixSharing(config, self.blocks, self.stats.prefix_cache, self.retention)
+        self.prefixes = PrefixSharing(config, self.blocks, self.stats, self.retention)
         self.prefix_groups = PrefixGroups(
             # Not where a window hides a part of the prefix, another one from each row.
             config.cascade if self.retention is None else None,
@@ -142,6 +149,7 @@ class Scheduler:
         state = self._live.get(request_id)
         if state is None:
             return None
+        self.blocks.now = now
         self._end(state, reason, now)
         return state.output(finish_reason=reason)
 
@@ -152,7 +160,7 @@ class Scheduler:
         self.running, self.waiting = [], WaitingQueue()
         self._in_flight.clear()
         for state in states:
-            self.stats.record_finished(state.end(reason, now))
+            self._tell_end(state, reason, now)
         return [state.output(finish_reason=reason) for state in states]
 
     def preempt(self, request_id: str) -> None:
@@ -185,6 +193,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, which must be submitted; None when nothing can run before an unread step is read."""
+        self.blocks.now = now
         flights: list[Flight] = []
         updates: list[RowUpdate] = []
         chunks: list[PrefillChunk] = []
@@ -377,6 +386,7 @@ class Scheduler:
         state.num_sampled_in_flight += chunk.is_last
         state.num_plans_in_flight += 1
         state.is_decoding = chunk.is_last
+        state.num_prefilled += end - start
         state.prefilled_in = self._next_step_id
         # Already now: any plan that finds these blocks runs later than this one, or in it, where writes come first.
         self.prefixes.publish(state, end, planned=True, with_tail=chunk.is_last)
@@ -424,7 +434,7 @@ class Scheduler:
         plan, flights = self._in_flight.popleft()
         check_result(plan.step_id, flights, result)
         self._step_timer.record(0 if plan.prefill else plan.num_steps, result.timing)
-        now = result.timing.finished
+        now = self.blocks.now = result.timing.finished
         rows = iter(result.rows)
         publish_tokens = PUBLISHED_AT_ONCE * self.limits.block_size
         running, finished = Status.RUNNING, Status.FINISHED  # looking up an enum's member takes 0.1 us
@@ -451,7 +461,10 @@ class Scheduler:
                     state.first_token = now
                     self.stats.ttft.add(now - state.arrival)
                 else:
-                    gaps.append(now - state.last_token)
+                    gap = now - state.last_token
+                    gaps.append(gap)
+                    if state.longest_gap is None or gap > state.longest_gap:
+                        state.longest_gap = gap
                 state.last_token = now
             if status is running:  # a preempted request keeps its new tokens, but has no KV any more
                 state.num_in_flight -= flight.num_kv
@@ -506,7 +519,13 @@ class Scheduler:
         else:
             self.waiting.remove(state)
         del self._live[state.request_id]
-        self.stats.record_finished(state.end(reason, now))
+        self._tell_end(state, reason, now)
+
+    def _tell_end(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        metrics = state.end(reason, now)
+        self.stats.record_finished(metrics)
+        if self.on_end is not None:
+            self.on_end(state, metrics)
 
     def check(self) -> None:
         """Assert every invariant of blocks, rows and queues. For tests: O(pool)."""

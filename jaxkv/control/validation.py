@@ -156,6 +156,7 @@ def checked_request(request: Request, *, vocab_size: int, max_model_len: int, ma
         ("arrival_time", request.arrival_time is None or _is_finite(request.arrival_time), "a number or None"),
         ("priority", _is_integer(request.priority), "an integer"),
         ("cache_salt", request.cache_salt is None or isinstance(request.cache_salt, str), "a string or None"),
+        ("caller", request.caller is None or isinstance(request.caller, str), "a string or None"),
         ("constraint", request.constraint is None or hasattr(request.constraint, "mask"), "a TokenConstraint or None"),
     ):
         if not ok:

@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import enum
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxkv.core.request import FinishReason
+from jaxkv.core.samples import Histogram as Histogram
+from jaxkv.core.samples import Samples as Samples
+from jaxkv.core.samples import percentile as percentile
 
 # Bounds of vLLM's histograms, so that its dashboards read ours. Seconds:
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -21,85 +23,28 @@ STEP_TOKENS_BOUNDS = (1, *(2**power for power in range(3, 15)))
 # Counts:
 SEQUENCES_BOUNDS = (1, 2, 5, 10, 20)
 PREEMPTIONS_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+# Ours. Seconds that a block lies in the cache:
+BLOCK_SECONDS_BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)
+# Tokens of a prompt, by which requests are told apart where a mean would hide what happens to the long ones:
+PROMPT_LENGTH_BOUNDS = (128, 512, 2048, 8192, 32768)
+PROMPT_LENGTHS = ("1-128", "129-512", "513-2048", "2049-8192", "8193-32768", "32769+")
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0..100), linear between the two nearest values; NaN of nothing."""
-    if not 0 <= q <= 100:
-        raise ValueError(f"Expected a percentile between 0 and 100, got {q=}")
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * q / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+def prompt_length_bucket(num_tokens: int) -> int:
+    """Index in `PROMPT_LENGTHS`."""
+    return bisect_left(PROMPT_LENGTH_BOUNDS, num_tokens)
 
 
-class Histogram(NamedTuple):
-    """How observations are distributed.
+class MissReason(enum.Enum):
+    """Why a prompt token had to be computed."""
 
-    Attributes:
-      bounds: ascending. buckets: how many were at most each bound and above the one before; last, above all bounds.
-    """
-
-    bounds: tuple[float, ...]
-    buckets: tuple[int, ...]
-    total: float
-
-
-class Samples:
-    """Count, sum and distribution of all observations, and the latest ones for percentiles.
-
-    Attributes:
-      bounds, buckets, total: as in Histogram.
-      latest: the last `window` observations (None: all of them), oldest first.
-    """
-
-    def __init__(self, window: int | None = 4096, bounds: Sequence[float] = ()):
-        self.bounds = tuple(bounds)
-        self.buckets = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-        self.latest: collections.deque[float] = collections.deque(maxlen=window)
-        self._histogram: Histogram | None = None
-
-    def histogram(self) -> Histogram:
-        """The distribution as of now. Kept until the next observation: most change once a request, not once a step."""
-        if self._histogram is None:
-            self._histogram = Histogram(self.bounds, tuple(self.buckets), self.total)
-        return self._histogram
-
-    def add(self, value: float) -> None:
-        self.buckets[bisect_left(self.bounds, value)] += 1
-        self.total += value
-        self.latest.append(value)
-        self._histogram = None
-
-    def extend(self, values: Sequence[float]) -> None:
-        """Cheap where most are alike, as the rows of a step are: sorting is then one pass, and a bound costs 0.1 us."""
-        if not values:
-            return
-        ordered, start = sorted(values), 0
-        last = bisect_left(self.bounds, ordered[-1])
-        for place in range(bisect_left(self.bounds, ordered[0]), last):
-            end = bisect_right(ordered, self.bounds[place])
-            self.buckets[place] += end - start
-            start = end
-        self.buckets[last] += len(ordered) - start
-        self.total += sum(values)
-        self.latest.extend(values)
-        self._histogram = None
-
-    @property
-    def count(self) -> int:
-        return sum(self.buckets)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-    def percentile(self, q: float) -> float:
-        return percentile(tuple(self.latest), q)
+    FIRST_SEEN = "first_seen"  # its block is not remembered
+    EVICTED = "evicted"  # its block was cached and overwritten, or a block before it was
+    SHORTER_THAN_BLOCK = "shorter_than_block"  # in a block that could be neither shared whole nor copied from
+    SALT = "salt"  # cached, but under another cache_salt
+    NEEDS_LOGITS = "needs_logits"  # cached, but prompt log-probabilities are wanted
+    LAST_TOKEN = "last_token"  # of a wholly cached prompt: the next token needs its logits
+    RECOMPUTED = "recomputed"  # again, after a preemption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +60,9 @@ class RequestMetrics:
       max_tokens: most that it could have generated.
       num_sequences: n of the request that it is a sequence of, told by the one that ends last; None by the others.
       most_generated_tokens: of any of these sequences; means something with num_sequences only.
+      num_computed_tokens: run through prefill, again after preemptions included.
+      missed: tokens that the first admission did not find, by why not; nothing where it did not look.
+      longest_gap: between two deliveries; None below two.
     """
 
     request_id: str
@@ -131,6 +79,11 @@ class RequestMetrics:
     max_tokens: int = 0
     num_sequences: int | None = None
     most_generated_tokens: int = 0
+    num_computed_tokens: int = 0
+    missed: Mapping[MissReason, int] = dataclasses.field(default_factory=dict)
+    longest_gap: float | None = None
+    caller: str | None = None
+    cache_salt: str | None = None
 
     @property
     def e2e(self) -> float:
@@ -165,18 +118,6 @@ class RequestMetrics:
         return self.decode_time / (self.num_generated_tokens - 1) if self.num_generated_tokens > 1 else None
 
 
-class MissReason(enum.Enum):
-    """Why a prompt token had to be computed."""
-
-    FIRST_SEEN = "first_seen"  # its block is not remembered
-    EVICTED = "evicted"  # its block was cached and overwritten, or a block before it was
-    SHORTER_THAN_BLOCK = "shorter_than_block"  # in a block that could be neither shared whole nor copied from
-    SALT = "salt"  # cached, but under another cache_salt
-    NEEDS_LOGITS = "needs_logits"  # cached, but prompt log-probabilities are wanted
-    LAST_TOKEN = "last_token"  # of a wholly cached prompt: the next token needs its logits
-    RECOMPUTED = "recomputed"  # again, after a preemption
-
-
 class PrefixCacheStats:
     """What requests found in the prefix cache, in tokens: hit + missed = queried.
 
@@ -208,6 +149,38 @@ class PrefixCacheStats:
         return self.hit / self.queried if self.queried else 0.0
 
 
+class LengthCounts(NamedTuple):
+    """Finished requests with prompts of one bucket of lengths.
+
+    Attributes:
+      prompt_tokens: of them; cached_tokens: those found in the prefix cache.
+      ttft: of those that had a token.
+    """
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: Histogram
+
+
+class _LengthStats:
+    """Counts `LengthCounts`."""
+
+    def __init__(self):
+        self.requests = self.prompt_tokens = self.cached_tokens = 0
+        self.ttft = Samples(0, TTFT_BOUNDS)
+
+    def add(self, metrics: RequestMetrics) -> None:
+        self.requests += 1
+        self.prompt_tokens += metrics.num_prompt_tokens
+        self.cached_tokens += metrics.num_cached_tokens
+        if metrics.ttft is not None:
+            self.ttft.add(metrics.ttft)
+
+    def counts(self) -> LengthCounts:
+        return LengthCounts(self.requests, self.prompt_tokens, self.cached_tokens, self.ttft.histogram())
+
+
 class EngineSnapshot(NamedTuple):
     """Totals of `EngineStats` and the state of queue and pool at one moment, all of the same; nothing in it changes.
 
@@ -215,6 +188,7 @@ class EngineSnapshot(NamedTuple):
       num_blocks: usable ones. num_owned_blocks: in use by requests or pins; num_cached_blocks: findable, and evicted
         when others run out.
       histograms: by the name of the attribute of `EngineStats`.
+      by_prompt_length: in the order of `PROMPT_LENGTHS`.
     """
 
     num_finished: dict[FinishReason, int]
@@ -232,6 +206,7 @@ class EngineSnapshot(NamedTuple):
     hit_partial_block: int
     missed: dict[MissReason, int]
     histograms: dict[str, Histogram]
+    by_prompt_length: tuple[LengthCounts, ...]
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
@@ -265,6 +240,8 @@ class EngineStats:
       compiles: executables that steps waited for, after the warm-up.
       itl: time between two deliveries to one request (one call may deliver several tokens; TPOT is the mean a token).
       step_tokens: prompt tokens computed and tokens generated by each plan.
+      block_age / block_idle: of full blocks that were evicted: since they were written, since their last user let go.
+      block_reuse_gap: of cached blocks that a request found: since their last user let go.
       prefix_cache: what the prefix cache gave, and why not more; when it is off, of forks only.
       requests: the latest finished requests.
     """
@@ -301,8 +278,13 @@ class EngineStats:
         self.max_tokens = Samples(0, LENGTH_BOUNDS)
         self.num_sequences = Samples(0, SEQUENCES_BOUNDS)
         self.num_preemptions = Samples(0, PREEMPTIONS_BOUNDS)
+        self.block_age = Samples(0, BLOCK_SECONDS_BOUNDS)
+        self.block_idle = Samples(0, BLOCK_SECONDS_BOUNDS)
+        self.block_reuse_gap = Samples(0, BLOCK_SECONDS_BOUNDS)
         self._samples = {name: value for name, value in vars(self).items() if isinstance(value, Samples)}
         self.requests: collections.deque[RequestMetrics] = collections.deque(maxlen=window)
+        self._by_length = [_LengthStats() for _ in PROMPT_LENGTHS]
+        self._length_counts: tuple[LengthCounts, ...] | None = None  # until the next request ends
 
     @property
     def hit_rate(self) -> float:
@@ -312,6 +294,8 @@ class EngineStats:
     def record_finished(self, metrics: RequestMetrics) -> None:
         self.num_finished[metrics.finish_reason] += 1
         self.requests.append(metrics)
+        self._by_length[prompt_length_bucket(metrics.num_prompt_tokens)].add(metrics)
+        self._length_counts = None
         self.e2e.add(metrics.e2e)
         self.prompt_length.add(metrics.num_prompt_tokens)
         self.generated_length.add(metrics.num_generated_tokens)
@@ -331,6 +315,8 @@ class EngineStats:
     def snapshot(self, **state: int) -> EngineSnapshot:
         """`state`: fields of EngineSnapshot that only the engine knows. Takes some 10 us, once a step."""
         cache = self.prefix_cache
+        if self._length_counts is None:
+            self._length_counts = tuple([stats.counts() for stats in self._by_length])
         return EngineSnapshot(
             num_finished=dict(self.num_finished),
             prompt_tokens=self.prompt_tokens,
@@ -347,5 +333,6 @@ class EngineStats:
             hit_partial_block=cache.hit_partial_block,
             missed=cache.missed.copy(),
             histograms={name: samples.histogram() for name, samples in self._samples.items()},
+            by_prompt_length=self._length_counts,
             **state,
         )

@@ -154,6 +154,7 @@ class Request:
       arrival_time: seconds on the engine's clock; None is stamped when it is added.
       priority: lower is served first under the priority policy.
       cache_salt: only requests with the same salt share prefix blocks.
+      caller: who sent it, for the statistics alone.
       constraint: what the sampling parameters allow (`jaxkv.constraints`), in its first state; each sequence moves a copy.
     """
 
@@ -164,6 +165,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     constraint: TokenConstraint | None = None
+    caller: str | None = None
 
     def sequences(self) -> tuple["Request", ...]:
         """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2 ...; n is 1 in each."""

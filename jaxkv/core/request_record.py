@@ -8,6 +8,8 @@ import hashlib
 import json
 from typing import Any
 
+from jaxkv.core.metrics import RequestMetrics
+
 SCHEMA = "jaxkv.request/1"
 NAME_DIGITS = 16
 
@@ -23,7 +25,7 @@ class RequestRecord:
       salt: `salt_name` of its cache_salt; None without one.
       prompt_tokens / output_tokens: lengths; cached_tokens: of the prompt, found at the first admission;
         computed_tokens: run through prefill, again after preemptions included.
-      missed: prompt tokens by value of MissReason, at the first admission.
+      missed: prompt tokens by value of MissReason, at the first admission; nothing where it did not look.
       queue, prefill, decode, ttft, e2e: as in RequestMetrics; None if it ended before.
       itl / itl_max: mean time a token after the first, and the longest gap between two deliveries; None below two.
       block_size: tokens a name in `blocks` stands for.
@@ -55,6 +57,41 @@ class RequestRecord:
     blocks: tuple[str, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     output_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """Unix time; None if the record does not tell."""
+        return None if self.e2e is None else self.arrival + self.e2e
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of its prompt that was cached, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @classmethod
+    def of(cls, metrics: RequestMetrics, clock_start: float = 0.0) -> "RequestRecord":
+        """Without blocks and token ids. `clock_start`: the Unix time at which the engine's clock was 0."""
+        return cls(
+            request_id=metrics.request_id,
+            arrival=clock_start + metrics.arrival,
+            finish_reason=metrics.finish_reason.value,
+            prompt_tokens=metrics.num_prompt_tokens,
+            cached_tokens=metrics.num_cached_tokens,
+            computed_tokens=metrics.num_computed_tokens,
+            output_tokens=metrics.num_generated_tokens,
+            max_tokens=metrics.max_tokens,
+            missed={reason.value: count for reason, count in metrics.missed.items()},
+            preemptions=metrics.num_preemptions,
+            queue=metrics.queue_time,
+            prefill=metrics.prefill_time,
+            decode=metrics.decode_time,
+            ttft=metrics.ttft,
+            itl=metrics.tpot,
+            itl_max=metrics.longest_gap,
+            e2e=metrics.e2e,
+            caller=metrics.caller,
+            salt=salt_name(metrics.cache_salt),
+        )
 
     def to_json(self) -> str:
         """A line without its end; fields that are None are left out."""

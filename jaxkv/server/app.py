@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 import jaxkv
 from jaxkv.core.errors import RequestError
-from jaxkv.server import errors
+from jaxkv.server import dashboard, errors
+from jaxkv.server.callers import caller_of
 from jaxkv.server.metrics import metrics_registry
 from jaxkv.server.protocol import (
     ChatCompletionRequest,
@@ -57,6 +58,7 @@ def create_app(serving: Serving) -> FastAPI:
         serving.max_model_len,
         serving.cache_config,
         lambda: engine.num_refused,
+        serving.traffic,
     )
 
     @app.head("/metrics", include_in_schema=False)
@@ -65,6 +67,15 @@ def create_app(serving: Serving) -> FastAPI:
         # In a thread, as it takes some 6 ms. Never as OpenMetrics, which a Prometheus prefers: prometheus-client 0.26
         # writes the colon of vLLM's names as an underscore there.
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def dashboard_page() -> Response:
+        return dashboard.page()
+
+    @app.get("/dashboard/data", include_in_schema=False)
+    def dashboard_data() -> Response:
+        # In a thread, as /metrics.
+        return errors.json_response(dashboard.data(serving), headers={"cache-control": "no-store"})
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -122,10 +133,11 @@ async def _generate(serving: Serving, body: GenerationRequest, http: Request, ki
     body.check(serving.tool_format)
     serving.engine.check_room()  # before the work of tokenising
     prompts = await serving.prompts(body)
-    response_id = f"{kind.id_prefix}-{body.request_id or uuid.uuid4().hex}"
-    name = body.model or serving.model_names[0]
-    responses = kind(response_id, name, int(time.time()), serving.tokenizer, body, prompts)
-    stream = await serving.submit(body, prompts)
+    name = uuid.uuid4().hex
+    response_id = f"{kind.id_prefix}-{body.request_id or name}"
+    model = body.model or serving.model_names[0]
+    responses = kind(response_id, model, int(time.time()), serving.tokenizer, body, prompts)
+    stream = await serving.submit(body, prompts, name, caller_of(http.scope, body.user))
     if body.stream:
         return EventStream(stream, responses)
     return await gathered(http, stream, responses)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxkv.server.callers import KEY_NAME
 from jaxkv.server.errors import error_response
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -24,7 +25,7 @@ MAX_BODY_BYTES = 4 * 2**20
 # Seconds for a body to arrive; seconds to go on reading one that was refused.
 _BODY_S, _LINGER_S = 60.0, 5.0
 # Paths that compute nothing and tell nothing of anybody's texts.
-_OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/dashboard", "/dashboard/data"})
 _READINESS = frozenset({"/health", "/ping"})
 
 
@@ -136,27 +137,31 @@ class Bodies:
 
 
 class ApiKeys:
-    """Asks for `Authorization: Bearer KEY` wherever something can be computed."""
+    """Asks for `Authorization: Bearer KEY` wherever something can be computed, and tells the application the key's name."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+    def __init__(self, app: ASGIApp, keys: Sequence[str], names: Sequence[str]):
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._names = list(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _OPEN_PATHS or self._has_key(scope):
-            await self._app(scope, receive, send)
+        key = self._key(scope)
+        if scope["path"] in _OPEN_PATHS or key is not None:
+            name = self._names[key] if key is not None and self._names else None
+            await self._app({**scope, KEY_NAME: name}, receive, send)
             return
         message = "A valid API key is needed: send the header 'Authorization: Bearer KEY'."
         headers = {"www-authenticate": "Bearer"}
         await error_response(message, 401, headers=headers)(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _key(self, scope: Scope) -> int | None:
+        """Which of the keys was sent."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # Constant time: the delay tells neither how much of a key was right, nor its length, nor which one it was.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class RequestIds:
@@ -181,13 +186,20 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-def guard(app: ASGIApp, *, api_keys: Sequence[str] = (), max_body_bytes: int = MAX_BODY_BYTES) -> ASGIApp:
+def guard(
+    app: ASGIApp,
+    *,
+    api_keys: Sequence[str] = (),
+    api_key_names: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> ASGIApp:
     """The application behind all of the above but `Front`. Only for HTTP: no websockets, no lifespan.
 
     Args:
       api_keys: any one of them lets a client in; none lets everyone in.
+      api_key_names: what to call the keys in statistics, one for each, or none.
     """
     app = Bodies(app, max_body_bytes)
     if api_keys:
-        app = ApiKeys(app, api_keys)
+        app = ApiKeys(app, api_keys, api_key_names)
     return RequestIds(app)

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.metrics import LENGTH_BOUNDS, EngineSnapshot, Histogram, MissReason
 from jaxkv.core.request import FinishReason
+from jaxkv.insight.traffic import Traffic
+from jaxkv.server.traffic_metrics import TrafficMetrics
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # vLLM numbers the engines behind one server
@@ -44,15 +46,17 @@ def metrics_registry(
     max_model_len: int,
     cache_config: Mapping[str, str],
     num_refused: Callable[[], int] = lambda: 0,
+    traffic: Traffic | None = None,
 ) -> CollectorRegistry:
     """What /metrics shows: the engine's counters, and memory, CPU time and open files of the process.
 
     Args:
       snapshot, num_refused: called once a scrape; requests that found the queue full never reach the engine.
       cache_config: see `cache_config_labels`.
+      traffic: the latest requests.
     """
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(snapshot, model_name, max_model_len, cache_config, num_refused))
+    registry.register(_EngineCollector(snapshot, model_name, max_model_len, cache_config, num_refused, traffic))
     ProcessCollector(registry=registry)
     return registry
 
@@ -73,9 +77,11 @@ class _EngineCollector(Collector):
         max_model_len: int,
         cache_config: Mapping[str, str],
         num_refused: Callable[[], int],
+        traffic: Traffic | None,
     ):
-        self._snapshot, self._num_refused = snapshot, num_refused
+        self._snapshot, self._num_refused, self._traffic = snapshot, num_refused, traffic
         self._labels = (model_name, _ENGINE)
+        self._traffic_metrics = TrafficMetrics(self._labels)
         self._max_model_len = max_model_len
         self._cache_config = dict(cache_config)
 
@@ -86,6 +92,9 @@ class _EngineCollector(Collector):
         for attribute, name, text in _HISTOGRAMS:
             yield self._histogram(f"vllm:{name}", text, now.histograms[attribute])
         yield from self._own(now)
+        yield from self._traffic_metrics.since_start(now)
+        if self._traffic is not None:
+            yield from self._traffic_metrics.recent(self._traffic.report())
 
     def _vllm_gauges(self, now: EngineSnapshot) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests that own a row of the batch.", now.num_running)

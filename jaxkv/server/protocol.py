@@ -44,7 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
 }
 # Known and without effect here, so not worth a log line.
-_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
+_HARMLESS = frozenset({"metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
                        "spaces_between_special_tokens", "prompt_cache_key", "session_id", "tools"})  # fmt: skip
 _reported: set[str] = set()
 
@@ -160,6 +160,7 @@ class GenerationRequest(BaseModel, abc.ABC):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
+    user: str | None = None
 
     default_max_tokens: ClassVar[int | None] = None
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import check_token_ids, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request
+from jaxkv.insight.traffic import Traffic
+from jaxkv.server.history import History
 from jaxkv.server.messages import ChatMessage
 from jaxkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from jaxkv.server.tools import ToolFormat, tool_format
@@ -43,6 +44,7 @@ class Serving:
       vocab_size: ids the model takes. max_model_len: most tokens of prompt and output together.
       constraints: makes requests keep to a grammar, a schema or lists of tokens.
       cache_config: settings of the KV cache, for /metrics.
+      traffic: the latest requests, for /metrics and /dashboard. history: of pool and queue, for the latter.
       created: Unix time in seconds for the model card.
     """
 
@@ -54,6 +56,8 @@ class Serving:
     max_logprobs: int
     constraints: ConstraintCompiler
     cache_config: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    history: History = dataclasses.field(default_factory=History)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
@@ -135,14 +139,18 @@ class Serving:
         assert isinstance(body, CompletionRequest)
         return await self.completion_prompts(body)
 
-    async def submit(self, body: GenerationRequest, prompts: Sequence[Prompt]) -> RequestStream:
+    async def submit(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], name: str, caller: str | None = None
+    ) -> RequestStream:
         """Starts n sequences a prompt; sequence `prompt * n + i` has that index in the stream.
+
+        Args:
+          name: unlike any other request's: clients may use an id as often as they like.
 
         Raises:
           RequestError: one of them cannot be served; then none is.
         """
         params = body.sampling_params()
-        name = uuid.uuid4().hex  # of our own: clients may use an id as often as they like
         requests = []
         constraint = None  # one for all of them, who take copies of it
         for prompt in prompts:
@@ -166,6 +174,7 @@ class Serving:
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
                     constraint=constraint,
+                    caller=caller,
                 )
             )
         return await self.engine.submit(requests)

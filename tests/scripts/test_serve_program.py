@@ -49,6 +49,10 @@ def test_a_users_error_is_one_line(program):
         (["missing"], "no such file"),
         (["--swap-space=4"], "no flag --swap-space"),
         (["a", "b"], "a, b"),
+        (["--api_key=one,two", "--api_key_names=alice"], "--api_key_names has 1 names for 2 API keys"),
+        (["--api_key_names=alice"], "--api_key_names has 1 names for 0 API keys"),
+        (["--request_log=/nowhere/log"], "request_log is /nowhere/log, which cannot be written: No such file"),
+        (["--request_log_tokens"], "--request_log_tokens needs --request_log=FILE"),
     ):
         process = program("serve.py", "--port=0", *arguments)
         out, err = process.communicate(timeout=20)
@@ -60,7 +64,7 @@ def test_help(program):
     process = program("serve.py", "--help")
     out, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (0, "")
-    for heading in ("model", "memory", "scheduling", "execution", "server"):
+    for heading in ("model", "memory", "scheduling", "execution", "server", "watching"):
         assert f"\n{heading}:\n" in out
     assert "--host=TEXT" in out and "(default: 127.0.0.1)" in out and "--[no-]enable_prefix_caching" in out
 
@@ -205,6 +209,17 @@ def test_several_api_keys_none_of_them_logged(program, monkeypatch, given):
     process.terminate()
     out, err = process.communicate(timeout=20)
     assert "secret" not in "".join(lines) + out + err and process.returncode == 0
+
+
+def test_the_dashboard_of_a_server_that_has_begun(program, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    process = program("serve.py", "--port=0", f"--request_log={path}", "--api_key=sk-one", "--api_key_names=alice")
+    url, _ = ready(process)
+    data = httpx.get(f"{url}/dashboard/data").json()
+    assert data["failed"] is None and len(data["history"]["time"]) == 1 and "sk-one" not in str(data)
+    assert httpx.get(f"{url}/dashboard").status_code == 200 and path.read_text() == ""
+    process.terminate()
+    assert process.wait(timeout=20) == 0
 
 
 def test_connections_end_when_a_client_reads_nothing_for_a_minute():

@@ -14,6 +14,8 @@ import uvicorn
 
 from jaxkv.async_engine import AsyncEngine
 from jaxkv.constraints.compiler import ConstraintCompiler
+from jaxkv.control.engine import Engine
+from jaxkv.insight.traffic import Traffic
 from jaxkv.server.app import create_app
 from jaxkv.server.http_protocol import BoundedHead
 from jaxkv.server.limits import Front, guard
@@ -30,10 +32,12 @@ class Running:
 
     Attributes:
       engine: the FakeEngine, unless another is given. text: what each request's output is, unless `script` is replaced.
-      limits: keywords of AsyncEngine. guards: keywords of `guard`.
+      limits: keywords of AsyncEngine. guards: keywords of `guard`. traffic: to watch the engine, if it is a real one.
     """
 
-    def __init__(self, tokenizer, text="Hello 👋 wörld!", engine=None, limits=None, guards=None, **engine_options):
+    def __init__(
+        self, tokenizer, text="Hello 👋 wörld!", engine=None, limits=None, guards=None, traffic=None, **engine_options
+    ):
         self.tokenizer = tokenizer
         self.script = lambda request: (
             [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] + [3] * 500
@@ -41,6 +45,9 @@ class Running:
         self.engine = engine or FAKE["FakeEngine"](
             lambda request: self.script(request), eos=(tokenizer.eos_token_id,), **engine_options
         )
+        self.traffic = traffic or Traffic(max_age=0)
+        if isinstance(self.engine, Engine):
+            self.traffic.attach(self.engine)
         self.async_engine = AsyncEngine(self.engine, tokenizer, **(limits or {}))
         self.serving = Serving(
             engine=self.async_engine, tokenizer=tokenizer, model_names=("fake", "alias"),
@@ -48,6 +55,7 @@ class Running:
             constraints=ConstraintCompiler(
                 tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids
             ),
+            traffic=self.traffic,
         )  # fmt: skip
         # With its protocol named, as scripts/serve.py has it, asyncio switches Nagle's algorithm off: 40 ms a request.
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

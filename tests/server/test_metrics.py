@@ -1,5 +1,6 @@
 """/metrics over the real scheduler on a simulated device: names, labels, buckets, and values after known traffic."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import random
@@ -94,6 +95,25 @@ OURS = {
     "compiles": ("counter", ()),
     "request_seconds": ("counter", ("phase",)),
     "decode_steps_per_call": ("histogram", ()),
+    "finished_requests": ("counter", ("prompt_tokens",)),
+    "finished_prompt_tokens": ("counter", ("prompt_tokens", "source")),
+    "time_to_first_token_seconds": ("histogram", ("prompt_tokens",)),
+    "block_age_seconds": ("histogram", ()),
+    "block_idle_seconds": ("histogram", ()),
+    "block_reuse_gap_seconds": ("histogram", ()),
+}
+# Of the latest requests; there are none at the start.
+RECENT = {
+    "requests": ("prompt_tokens",),
+    "prompt_tokens": ("prompt_tokens", "source"),
+    "hit_rate_reached": ("prompt_tokens", "percentile"),
+    "time_to_first_token_seconds": ("prompt_tokens", "percentile"),
+    "caller_requests": ("caller",),
+    "caller_prompt_tokens": ("caller", "source"),
+    "caller_hit_rate_reached": ("caller", "percentile"),
+    "caller_time_to_first_token_seconds": ("caller", "percentile"),
+    "hit_rate": ("window",),
+    "request_seconds": ("phase", "percentile"),
 }
 LIMITS = ExecutorLimits(
     num_blocks=41, block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_prefill_seqs=4, max_model_len=256,
@@ -128,9 +148,13 @@ class Values:
     def __call__(self, name, **labels):
         return self.samples[name, tuple(sorted(labels.items()))]
 
-    def by(self, name):
-        """The values of the one label of a family."""
-        return {labels[0][1]: value for (sample, labels), value in self.samples.items() if sample == name}
+    def by(self, name, label=None):
+        """The values of the one label of a family; or the sums over the others."""
+        sums = collections.Counter()
+        for (sample, labels), value in self.samples.items():
+            if sample == name:
+                sums[labels[0][1] if label is None else dict(labels)[label]] += value
+        return dict(sums)
 
 
 @pytest.fixture
@@ -169,6 +193,39 @@ def test_names_types_and_labels(sim_server):
         # Of a histogram only the buckets have le.
         assert labels == set().union(*(sample.labels for sample in family.samples)), name
     assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+
+
+def test_recent_gauges(sim_server):
+    """What the latest requests were like, by length and by caller: the parts add up, and to what the counters say."""
+    assert "jaxkv_recent_" not in sim_server.http.get("/metrics").text
+    for number in range(6):
+        complete(sim_server, list(range(10, 60)), max_tokens=3, user=f"u{number % 2}")
+    complete(sim_server, list(range(150)), max_tokens=3)
+    text = sim_server.http.get("/metrics").text
+    families = {name: family for name, family in parsed(text).items() if name.startswith("jaxkv_recent_")}
+    assert families.keys() == {f"jaxkv_recent_{name}" for name in RECENT}
+    for name, labels in RECENT.items():
+        family = families[f"jaxkv_recent_{name}"]
+        assert family.type == "gauge" and family.documentation
+        assert all(sample.labels.keys() == {"model_name", "engine", *labels} for sample in family.samples)
+    values = Values(text)
+    assert values.by("jaxkv_recent_requests") == {"1-128": 6, "129-512": 1}
+    assert values.by("jaxkv_recent_caller_requests") == {"u0": 3, "u1": 3, "(none)": 1}
+    finished = values.by("jaxkv_finished_prompt_tokens_total", "source")
+    assert sum(finished.values()) == 6 * 50 + 150 and finished["cached"] == values("jaxkv_cached_tokens_total") > 0
+    for name in ("jaxkv_recent_prompt_tokens", "jaxkv_recent_caller_prompt_tokens"):
+        assert values.by(name, "source") == finished
+    lengths = ("1-128", "129-512", "513-2048", "2049-8192", "8193-32768", "32769+")
+    assert values.by("jaxkv_finished_requests_total") == dict.fromkeys(lengths, 0) | {"1-128": 6, "129-512": 1}
+    first_tokens = [values("jaxkv_time_to_first_token_seconds_count", prompt_tokens=name) for name in lengths]
+    assert first_tokens == [6, 1, 0, 0, 0, 0] and values("vllm:time_to_first_token_seconds_count") == 7
+    rate = finished["cached"] / 450
+    assert values.by("jaxkv_recent_hit_rate") == pytest.approx({"1m": rate, "5m": rate, "15m": rate})
+    assert values("jaxkv_recent_hit_rate_reached", prompt_tokens="1-128", percentile="50") == pytest.approx(49 / 50)
+    assert values("jaxkv_recent_hit_rate_reached", prompt_tokens="1-128", percentile="99") < 0.5  # the first missed
+    slowest = values("jaxkv_recent_time_to_first_token_seconds", prompt_tokens="129-512", percentile="99")
+    assert slowest > values("jaxkv_recent_time_to_first_token_seconds", prompt_tokens="1-128", percentile="99") > 0
+    assert values("jaxkv_block_reuse_gap_seconds_count") > 0 == values("jaxkv_evictions_total")
 
 
 def test_buckets(sim_server):
@@ -295,6 +352,10 @@ def test_counters_never_go_down_and_add_up(seed):
     assert values("vllm:request_generation_tokens_sum") == values("vllm:generation_tokens_total")
     missed = values.by("jaxkv_prefix_cache_missed_tokens_total")
     assert values("jaxkv_evictions_total") > 0 and missed["evicted"] > 0 and missed["recomputed"] > 0
+    assert sum(values.by("jaxkv_finished_requests_total").values()) == engine.stats.num_requests
+    assert sum(values.by("jaxkv_finished_prompt_tokens_total", "source").values()) == values(
+        "vllm:request_prompt_tokens_sum"
+    )
 
 
 def check_against(before, values):
@@ -309,6 +370,8 @@ def check_against(before, values):
     assert hit + sum(missed.values()) == queried
     assert values("vllm:prefix_cache_queries_total") == queried - missed["recomputed"]
     assert sum(values.by("jaxkv_kv_blocks").values()) == 19
+    for name in ("jaxkv_block_age_seconds_count", "jaxkv_block_idle_seconds_count"):
+        assert values(name) == values("jaxkv_evictions_total")
     for name, bounds in BUCKETS.items():
         counts = [values(f"vllm:{name}_bucket", le=str(float(bound))) for bound in bounds]
         counts.append(values(f"vllm:{name}_bucket", le="+Inf"))

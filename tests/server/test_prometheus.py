@@ -192,7 +192,9 @@ def test_the_board_covers_what_it_should():
     for name in (
         "jaxkv_prefix_cache_hit_tokens_total", "jaxkv_prefix_cache_missed_tokens_total", "vllm:time_to_first_token_seconds",
         "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds", "jaxkv_request_seconds_total",
-        "vllm:kv_cache_usage_perc", "jaxkv_preemptions_total", "jaxkv_decode_steps_per_call", "0.5,", "0.95,", "0.99,",
+        "vllm:kv_cache_usage_perc", "jaxkv_preemptions_total", "jaxkv_decode_steps_per_call", "jaxkv_finished_prompt_tokens_total",
+        "jaxkv_recent_time_to_first_token_seconds", "jaxkv_recent_caller_prompt_tokens", "jaxkv_block_idle_seconds_bucket",
+        "0.5,", "0.95,", "0.99,",
     ):  # fmt: skip
         assert name in asked
     panels = json.loads((OBSERVABILITY / "grafana.json").read_text())["panels"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 from flax import nnx
@@ -14,6 +15,7 @@ from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.plan import StepPlan
 from jaxkv.core.progress import SilentProgress
 from jaxkv.core.request import Request, RequestOutput
+from jaxkv.execution.executable_store import ExecutableStore
 from jaxkv.execution.jax_executor import JaxExecutor
 from jaxkv.execution.programs import Programs, ProgramShapes, abstract_model
 from jaxkv.models.llama import KVStorage
@@ -44,6 +46,7 @@ def make_programs(
     prefill_buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (LIMITS.max_num_seqs,),
     storage: KVStorage = KVStorage(),
+    store: ExecutableStore = ExecutableStore(None),
     **changed,
 ) -> Programs:
     """Not compiled yet. Unless told, one bucket each, to compile little, and KV as wide as `dtype`; `changed` are limits. With
@@ -62,14 +65,16 @@ def make_programs(
         storage=storage,
         cache_as_bits=not implementation.startswith("pallas_"),
     )
-    return Programs(abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len, storage=storage), shapes)
+    model = abstract_model(config, dtype=dtype, max_model_len=limits.max_model_len, storage=storage)
+    return Programs(model, shapes, store)
 
 
 @functools.lru_cache(maxsize=12)  # each maps 1,000 regions of a process's memory (see tests/conftest.py)
 def compiled_programs(config: ModelConfig, block_size: int = LIMITS.block_size, **settings) -> Programs:
     """`settings` are make_programs' own."""
     buckets = (1, LIMITS.max_num_seqs) if block_size == LIMITS.block_size else (LIMITS.max_num_seqs,)
-    programs = make_programs(config, block_size=block_size, decode_buckets=buckets, **settings)
+    store = ExecutableStore(os.environ["JAXKV_TEST_EXECUTABLES"])  # what another process of the run has compiled
+    programs = make_programs(config, block_size=block_size, decode_buckets=buckets, store=store, **settings)
     programs.compile(SilentProgress())
     return programs
 
