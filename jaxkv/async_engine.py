@@ -14,8 +14,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from jaxkv.control.prefix_sharing import PrefixExplanation
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineSnapshot
 from jaxkv.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
@@ -44,6 +45,7 @@ class SyncEngine(Protocol):
     def has_work(self) -> bool: ...
     def snapshot(self) -> EngineSnapshot: ...
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
+    def explain_prefix(self, request: Request) -> PrefixExplanation: ...
 
 
 class TokenDelta(NamedTuple):
@@ -274,11 +276,19 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """See `Scheduler.reset_prefix_cache`. Raises EngineFailedError when the engine has failed or been shut down."""
-        done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        return await self._in_thread(lambda: self._engine.reset_prefix_cache(preempt_running))
+
+    async def explain_prefix(self, request: Request) -> PrefixExplanation:
+        """See `Scheduler.explain_prefix`. Raises EngineFailedError when the engine has failed or been shut down."""
+        return await self._in_thread(lambda: self._engine.explain_prefix(request))
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, or the RequestError it raises, in the engine's thread between two steps."""
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._inbox_lock:
             if self.failed is not None:
                 raise EngineFailedError(self.failed)
-            self._inbox.put(lambda: self._reset_prefix_cache(preempt_running, done))
+            self._inbox.put(lambda: self._answer(call, done))
         return await asyncio.wrap_future(done)
 
     # What follows runs in the engine's thread.
@@ -343,19 +353,22 @@ class AsyncEngine:
         self._num_ended += left
         return left
 
-    def _reset_prefix_cache(self, preempt_running: bool, done: concurrent.futures.Future) -> None:
+    def _answer(self, call: Callable[[], Any], done: concurrent.futures.Future) -> None:
         if not done.set_running_or_notify_cancel():
             return
         if self.failed is not None:
             done.set_exception(EngineFailedError(self.failed))
             return
         try:
-            is_empty = self._engine.reset_prefix_cache(preempt_running)
+            result = call()
             self.snapshot = self._engine.snapshot()
+        except RequestError as error:
+            done.set_exception(error)
+            return
         except Exception as error:
             done.set_exception(EngineFailedError(f"{type(error).__name__}: {error}"))
             raise
-        done.set_result(is_empty)
+        done.set_result(result)
 
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:

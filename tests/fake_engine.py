@@ -6,11 +6,12 @@ import time
 import types
 
 from jaxkv.constraints.compiler import ConstraintCompiler
+from jaxkv.control.prefix_sharing import PrefixExplanation
 from jaxkv.control.validation import checked_request
 from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import EngineStats
+from jaxkv.core.metrics import EngineStats, MissReason
 from jaxkv.core.request import FinishReason, RequestOutput, TokenLogprobs
 
 
@@ -76,6 +77,13 @@ class FakeEngine:
     def reset_prefix_cache(self, preempt_running=False):
         self._check_thread()
         return not self._live
+
+    def explain_prefix(self, request):
+        """As if the first half were cached, and others had the last token under another salt."""
+        self._check_thread()
+        count = len(request.prompt_token_ids)
+        missed = {MissReason.SALT: 1, MissReason.FIRST_SEEN: count - count // 2 - 1}
+        return PrefixExplanation(count, count // 2, count // 2, missed)
 
     def step(self):
         self._check_thread()

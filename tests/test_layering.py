@@ -126,7 +126,7 @@ def test_this_file_sees_all_kinds_of_imports(tmp_path):
         list(imported_modules(path))
 
 
-@pytest.mark.parametrize("module", ["jaxkv", "jaxkv.control.engine", "jaxkv.simulation.replay"])
+@pytest.mark.parametrize("module", ["jaxkv", "jaxkv.control.engine", "jaxkv.simulation.replay", "jaxkv.insight.proposals"])
 def test_importing_brings_no_jax_along(module):
     code = f"import sys, {module}; print(sorted({JAX | {'numpy', 'torch'}!r} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from jaxkv.control.executor import Executor, StepHandle
 from jaxkv.control.pinning import PinnedPrefixes
+from jaxkv.control.prefix_sharing import PrefixExplanation
 from jaxkv.control.request_state import RequestState
 from jaxkv.control.scheduler import Scheduler
 from jaxkv.control.scheduler_config import SchedulerConfig
@@ -110,6 +111,11 @@ class Engine:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """See `Scheduler.reset_prefix_cache`."""
         return self.scheduler.reset_prefix_cache(preempt_running)
+
+    def explain_prefix(self, request: Request) -> PrefixExplanation:
+        """See `Scheduler.explain_prefix`."""
+        self._check_alive()
+        return self.scheduler.explain_prefix(request)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""

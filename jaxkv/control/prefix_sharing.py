@@ -89,6 +89,22 @@ def _tail_names(state: RequestState, place: int, tokens: bytes) -> tuple[BlockHa
     return name, chain_hashes(state.unsalted_parent_hash(place), [tokens])[0] if state.is_salted else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixExplanation:
+    """What a prompt would find, and where and why it would find no more.
+
+    Attributes:
+      num_tokens: of the prompt; num_cached of them would be shared or copied.
+      parts_at: tokens that it has in common with the cached prefix nearest to it, shared or not.
+      missed: the others, by reason.
+    """
+
+    num_tokens: int
+    num_cached: int
+    parts_at: int
+    missed: dict[MissReason, int]
+
+
 class PrefixSharing:
     """The scheduler's way to the prefix index: `find`, `take`, `publish`, `give_back`, and once a plan `end_admissions`.
 
@@ -141,6 +157,16 @@ class PrefixSharing:
             blocks = self._retention.seen_of(blocks)
         hit = PrefixHit(blocks, num_full, source, num_head, max(0, num_new - num_head), is_complete=is_complete)
         return hit.unused() if state.needs_prompt_logits else hit
+
+    def explain(self, state: RequestState) -> PrefixExplanation:
+        """What `find` comes to for a request that has not been added. Changes nothing."""
+        hit, num_known = self.find(state), len(state.token_ids)
+        parts_at = hit.num_full_tokens
+        if self._is_enabled:
+            tokens = token_bytes(state.token_ids[parts_at : parts_at + self._block_size])
+            head = self._blocks.index.match_head(state.parent_hash(parts_at // self._block_size), tokens)
+            parts_at += head[1] if head is not None else 0
+        return PrefixExplanation(num_known, hit.num_tokens, parts_at, self._missed(state, hit) if self._is_enabled else {})
 
     def _match(self, hashes: list[BlockHash], num_known: int) -> tuple[int, ...]:
         """The leading blocks of these names that need not be computed; null blocks where nothing looks any more."""

@@ -34,7 +34,7 @@ from jaxkv.control.flight import Flight, check_result, untold_masks
 from jaxkv.control.lookahead import LookAhead
 from jaxkv.control.preemption import choose_victim
 from jaxkv.control.prefix_groups import PrefixGroups
-from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixHit, PrefixSharing
+from jaxkv.control.prefix_sharing import PUBLISHED_AT_ONCE, PrefixExplanation, PrefixHit, PrefixSharing
 from jaxkv.control.request_state import RequestState, Status, WaitingQueue, forked_request, new_request_state
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.control.state_checks import check_states
@@ -110,6 +110,11 @@ class Scheduler:
             state = new_request_state(other, self.limits, self.config, self._num_arrivals, now, parent)
             state.group = parent.group
             self._enqueue(state)
+
+    def explain_prefix(self, request: Request) -> PrefixExplanation:
+        """What the request would find in the prefix cache if it came now. Raises RequestError as `add` does."""
+        state = new_request_state(self._checked(request), self.limits, self.config, self._num_arrivals, 0.0)
+        return self.prefixes.explain(state)
 
     def fork(self, parent_id: str, request_id: str, sampling: SamplingParams, now: float = 0.0) -> tuple[int, ...]:
         """Queue a request that goes on from a live one's known tokens; see `Engine.fork`."""

@@ -17,11 +17,12 @@ from jaxkv.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DiagnosePrefixRequest,
     GenerationRequest,
     TokenizeRequest,
 )
 from jaxkv.server.responses import ChatResponses, CompletionResponses, Responses
-from jaxkv.server.serving import Serving
+from jaxkv.server.serving import Prompt, Serving
 from jaxkv.server.streaming import EventStream, gathered
 from jaxkv.server.tools import checked_names
 
@@ -115,6 +116,12 @@ def create_app(serving: Serving) -> FastAPI:
     async def tokenize(body: TokenizeRequest) -> Response:
         return errors.json_response(await _tokenize(serving, body))
 
+    @app.post("/diagnose_prefix")
+    async def diagnose_prefix(body: DiagnosePrefixRequest) -> Response:
+        body.check()
+        prompt = await _prompt(serving, body)
+        return errors.json_response(await serving.explain_prefix(prompt, body.cache_salt))
+
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         serving.check_model(body.model)
@@ -144,22 +151,24 @@ async def _generate(serving: Serving, body: GenerationRequest, http: Request, ki
 
 
 async def _tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
+    ids = (await _prompt(serving, body)).token_ids
+    texts = [serving.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": list(ids), "token_strs": texts}
+
+
+async def _prompt(serving: Serving, body: TokenizeRequest) -> Prompt:
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
-    if body.messages is not None:
-        continues = bool(body.continue_final_message)
-        generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        arguments = {"add_generation_prompt": generates, "continue_final_message": continues}
-        if body.tools:
-            checked_names(body.tools)
-            arguments["tools"] = body.tools
-        prompt = await serving.chat_prompt(body.messages, arguments, bool(body.add_special_tokens))
-    else:
-        prompt = await serving.encode(body.prompt, body.add_special_tokens is not False)
-    ids = prompt.token_ids
-    texts = [serving.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": serving.max_model_len, "tokens": list(ids), "token_strs": texts}
+    if body.messages is None:
+        return await serving.encode(body.prompt, body.add_special_tokens is not False)
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    arguments = {"add_generation_prompt": generates, "continue_final_message": continues}
+    if body.tools:
+        checked_names(body.tools)
+        arguments["tools"] = body.tools
+    return await serving.chat_prompt(body.messages, arguments, bool(body.add_special_tokens))
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:

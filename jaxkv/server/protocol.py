@@ -435,6 +435,15 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
+class DiagnosePrefixRequest(TokenizeRequest):
+    """/diagnose_prefix: the same, and the salt under which it would come."""
+
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        _check_text(self.cache_salt, "cache_salt")
+
+
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 

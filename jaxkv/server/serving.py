@@ -11,7 +11,8 @@ from jaxkv.async_engine import AsyncEngine, RequestStream
 from jaxkv.constraints.compiler import ConstraintCompiler
 from jaxkv.control.validation import check_token_ids, checked_sampling
 from jaxkv.core.errors import RequestError
-from jaxkv.core.request import Request
+from jaxkv.core.metrics import MissReason
+from jaxkv.core.request import Request, SamplingParams
 from jaxkv.insight.traffic import Traffic
 from jaxkv.server.history import History
 from jaxkv.server.messages import ChatMessage
@@ -138,6 +139,21 @@ class Serving:
             return [await self.chat_prompt(body.messages, body.template_arguments(), bool(body.add_special_tokens))]
         assert isinstance(body, CompletionRequest)
         return await self.completion_prompts(body)
+
+    async def explain_prefix(self, prompt: Prompt, cache_salt: str | None) -> dict[str, Any]:
+        """What the prefix cache has of a prompt now, and why not more. That others have it under their salts is not told:
+        salts exist to hide that."""
+        sampling = SamplingParams(max_tokens=1)
+        found = await self.engine.explain_prefix(Request("", prompt.token_ids, sampling, cache_salt=cache_salt))
+        missed = {reason.value: 0 for reason in MissReason if reason is not MissReason.SALT}
+        for reason, tokens in found.missed.items():
+            missed[(MissReason.FIRST_SEEN if reason is MissReason.SALT else reason).value] += tokens
+        return {
+            "prompt_tokens": found.num_tokens,
+            "cached_tokens": found.num_cached,
+            "parts_at": found.parts_at,
+            "missed": {name: tokens for name, tokens in missed.items() if tokens},
+        }
 
     async def submit(
         self, body: GenerationRequest, prompts: Sequence[Prompt], name: str, caller: str | None = None

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.request import FinishReason
 from jaxkv.server import periodic_log
@@ -71,6 +72,33 @@ def test_a_failing_reset_is_told(serve, until):
     server.engine.reset_prefix_cache = lambda preempt_running: 1 / 0
     assert server.http.post("/reset_prefix_cache").status_code == 503
     until(lambda: server.async_engine.failed)
+
+
+def test_diagnose_prefix(server, byte_level):
+    count = len(byte_level.encode("Hello there, you"))
+    told = server.post("/diagnose_prefix", prompt="Hello there, you", cache_salt="mine").json()
+    # What others have under another salt counts as unseen, or one could ask for their prompts.
+    missed = {"first_seen": count - count // 2}
+    assert told == {"prompt_tokens": count, "cached_tokens": count // 2, "parts_at": count // 2, "missed": missed}
+    messages = [{"role": "user", "content": "Hi"}]
+    tokens = server.post("/tokenize", messages=messages).json()["count"]
+    assert server.post("/diagnose_prefix", messages=messages).json()["prompt_tokens"] == tokens
+    for wrong, param in ((b"{}", "prompt"), (rb'{"prompt": "x", "cache_salt": "\ud800"}', "cache_salt")):
+        refused = server.http.post("/diagnose_prefix", content=wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert server.post("/diagnose_prefix", prompt="x", model="other").status_code == 404
+
+
+def test_a_prompt_that_cannot_be_served_is_no_failure_of_the_engine(serve):
+    server = serve()
+
+    def refuse(request):
+        raise RequestError("it is too long", param="prompt")
+
+    server.engine.explain_prefix = refuse
+    refused = server.post("/diagnose_prefix", prompt="x")
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == "it is too long"
+    assert server.async_engine.failed is None and server.http.get("/health").status_code == 200
 
 
 def snapshot(**changes):
