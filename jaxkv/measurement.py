@@ -6,6 +6,7 @@ Flags `--json_only`, `--json_out` and `--quick` are the same for all of them. Ex
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
-from jaxkv.core.errors import UserError
+from jaxkv.core.errors import ConfigError, UserError
 from jaxkv.flags import GROUPS, help_text, normalized
 
 SCHEMA = "jaxkv.result/1"
@@ -143,6 +144,18 @@ class Report:
         self.console.print(table)
         load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
         self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
+
+
+def check_plot(path: str | None) -> None:
+    """Before anything is measured: whether a plot that was asked for can be drawn. Raises ConfigError or AbsentError."""
+    if path is None:
+        return
+    if not path.endswith(".png"):
+        raise ConfigError(f"plot is {path!r}; its name must end in .png")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"plot is {path!r}, in a folder that does not exist")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
 
 
 def run(
