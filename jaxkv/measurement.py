@@ -106,7 +106,7 @@ class Report:
             "ok": self.ok,
             "argv": sys.argv[1:],
             "versions": _versions(),
-            "device": _device() | {"load_at_start": self.load_at_start},
+            "device": device_facts() | {"load_at_start": self.load_at_start},
             "config": self.config,
             "results": self.results,
             "ratios": self.ratios,
@@ -230,7 +230,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _device() -> dict[str, Any]:
+def device_facts() -> dict[str, Any]:
+    """The machine: processor and load, and the accelerator where jax is loaded."""
     device: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     jax = sys.modules.get("jax")  # programs that simulate never import it
     if jax is not None:
