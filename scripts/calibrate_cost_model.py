@@ -7,8 +7,9 @@
 
 The executor's own calls are timed over a small grid: every bucket of prompt tokens and of rows, at two contexts. Then
 another load is served for real, and the same arrivals are replayed in simulated time: throughput and mean TTFT must agree
-within --tolerance (--no-validate leaves that out). Calibration rounds and served loads take turns, so that a change of
-the machine's load falls on both. Every flag of the engine is taken.
+within --tolerance (--no-validate leaves that out). Calibration rounds and served loads take turns, and each served load is
+compared with the replay of what the rounds before and after it measured: so a change of the machine's load falls on both.
+What is judged is the median over the rounds. Every flag of the engine is taken.
 """
 
 import dataclasses
@@ -58,17 +59,19 @@ def _measure(report: measurement.Report) -> None:
     load = _load(started, 4 if flags.FLAGS.quick else _LOAD.value) if _VALIDATE.value else []
     served = []
     with Progress(console=report.console, disable=report.console.quiet) as bar:
-        task = bar.add_task("calls measured", total=rounds * calibration.num_calls)
+        task = bar.add_task("calls measured", total=(rounds + bool(load)) * calibration.num_calls)
         for _ in range(rounds):
             calibration.run_round(lambda: bar.advance(task))
             if load:
                 served.append(_serve(started, load))
+        if load:
+            calibration.run_round(lambda: bar.advance(task))
     about = {"model": started.name, "machine": measurement.device_facts(), "rounds": rounds}
-    model, mean_error, worst = calibration.fit(about)
+    model, mean_error, worst = calibration.fit(about=about)
     model = dataclasses.replace(model, about=about | {"mean_relative_error": mean_error, "max_relative_error": worst})
     output.write_text(model.to_json() + "\n", encoding="utf-8")
     report.files.append(str(output))
-    for shape, seconds, least, most in calibration.points:
+    for shape, seconds, least, most in calibration.points():
         what = f"prefill {shape.prefill_tokens} after {shape.prefill_context}"
         if shape.num_steps:
             what = f"{shape.num_steps} steps of {shape.decode_rows} rows, {shape.decode_kv_tokens} KV tokens"
@@ -77,7 +80,7 @@ def _measure(report: measurement.Report) -> None:
     report.add("mean error of the fit", [mean_error], unit="relative", metric="fit_error", engine="fit")
     report.add("largest error of the fit", [worst], unit="relative", metric="max_fit_error", engine="fit")
     if load:
-        _compare(report, started, model, load, served)
+        _compare(report, started, calibration, load, served)
 
 
 def _load(started, count: int) -> list[Request]:
@@ -107,19 +110,26 @@ def _serve(started, load: list[Request]) -> tuple[float, float]:
 
 
 def _compare(
-    report: measurement.Report, started, model, load: list[Request], served: list[tuple[float, float]]
+    report: measurement.Report,
+    started,
+    calibration: Calibration,
+    load: list[Request],
+    served: list[tuple[float, float]],
 ) -> None:
     base = started.engine
-    simulated = replay(load, base.executor.limits, model, base.scheduler.config)
+    simulated = []
+    for turn in range(len(served)):
+        model, _, _ = calibration.fit(slice(turn, turn + 2))
+        outcome = replay(load, base.executor.limits, model, base.scheduler.config)
+        simulated.append((outcome.output_tokens_per_second, outcome.ttft.mean))
     problems = []
-    for name, unit, measured, value in (
-        ("throughput", "tokens/s", [rate for rate, _ in served], simulated.output_tokens_per_second),
-        ("mean TTFT", "s", [ttft for _, ttft in served], simulated.ttft.mean),
-    ):
-        real = report.add(f"{name}, served", measured, unit=unit, metric=name, engine="jaxkv")
-        told = report.add(f"{name}, simulated", [value], unit=unit, metric=name, engine="simulated")
-        report.ratio(f"{name}: simulated / served", told, real, target=None)
-        difference = value / statistics.median(measured) - 1
+    for place, name, unit in ((0, "throughput", "tokens/s"), (1, "mean TTFT", "s")):
+        real, told = [one[place] for one in served], [one[place] for one in simulated]
+        report.add(f"{name}, served", real, unit=unit, metric=name, engine="jaxkv")
+        report.add(f"{name}, simulated", told, unit=unit, metric=name, engine="simulated")
+        ratios = [ours / theirs for ours, theirs in zip(told, real, strict=True)]
+        report.add(f"{name}, simulated / served", ratios, unit="ratio", metric=f"{name} ratio", engine="simulated")
+        difference = statistics.median(ratios) - 1
         if abs(difference) > _TOLERANCE.value:
             problems.append(f"{name} differs by {difference:+.0%}, more than {_TOLERANCE.value:.0%}")
     if not flags.FLAGS.quick:  # one round judges nothing

@@ -36,7 +36,7 @@ class Grid:
     prefill_buckets: Sequence[int]
     decode_buckets: Sequence[int]
     contexts: Sequence[int] = (0, 768)
-    steps: Sequence[int] = (1, 8)
+    steps: Sequence[int] = (1, 4)
 
 
 class Calibration:
@@ -45,7 +45,7 @@ class Calibration:
     def __init__(self, executor: Executor, grid: Grid, repeats: int = 2):
         """Raises ConfigError where the pool or max_model_len leaves a bucket without its two points."""
         self._executor, self._repeats = executor, repeats
-        self._samples: dict[PlanShape, list[float]] = {}
+        self._rounds: list[dict[PlanShape, list[float]]] = []
         self._grid = grid
         longest = executor.limits.max_model_len
         probe = StepProbe(executor)
@@ -73,21 +73,27 @@ class Calibration:
 
     def run_round(self, on_measured: Callable[[], None] = lambda: None) -> None:
         probe = StepProbe(self._executor)
+        samples: dict[PlanShape, list[float]] = {}
         for shape, measure in self._calls:
-            self._samples.setdefault(shape, []).extend(measure(probe))
+            samples.setdefault(shape, []).extend(measure(probe))
             on_measured()
+        self._rounds.append(samples)
 
-    @property
-    def points(self) -> list[Point]:
+    def points(self, rounds: slice = slice(None)) -> list[Point]:
+        """Of these rounds."""
+        merged: dict[PlanShape, list[float]] = {}
+        for samples in self._rounds[rounds]:
+            for shape, seconds in samples.items():
+                merged.setdefault(shape, []).extend(seconds)
         return [
-            Point(shape, statistics.median(seconds), min(seconds), max(seconds))
-            for shape, seconds in self._samples.items()
+            Point(shape, statistics.median(seconds), min(seconds), max(seconds)) for shape, seconds in merged.items()
         ]
 
-    def fit(self, about: dict[str, Any]) -> tuple[FittedCostModel, float, float]:
-        """The model, and the mean and the largest relative error over the points."""
-        points = self.points
-        return fit(points, self._grid.prefill_buckets, self._grid.decode_buckets, about)
+    def fit(
+        self, rounds: slice = slice(None), about: dict[str, Any] | None = None
+    ) -> tuple[FittedCostModel, float, float]:
+        """The model of these rounds, and the mean and the largest relative error over the points."""
+        return fit(self.points(rounds), self._grid.prefill_buckets, self._grid.decode_buckets, about or {})
 
 
 def fit(
