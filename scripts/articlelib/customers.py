@@ -1,0 +1,137 @@
+"""The rows about a customer service with one system prompt: A1, A4's hit rate, A6, A7, A8 and B11."""
+
+import dataclasses
+from typing import Any
+
+from articlelib.driver import Served
+from articlelib.lab import Lab
+from articlelib.workloads import customer_service, requests_per_session
+from articlelib.worlds import Setting, World
+
+SHORT, LONG = 40, 500
+"""Tokens of the system prompt before and after the second round."""
+
+FIRST = Setting(gpu_memory_utilization=0.85, max_num_seqs=16)
+ROUND_1 = dataclasses.replace(FIRST, gpu_memory_utilization=0.90, max_num_seqs=8)
+ROUND_3 = dataclasses.replace(ROUND_1, kv_cache_dtype="int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """How many ask and how often. `overload`: requests a second that no setting carries."""
+
+    num_sessions: int
+    overload: float
+    think: float
+
+    def serve(self, world: World, setting: Setting, system_len: int, requests_per_second: float) -> Served:
+        shape = {"num_sessions": self.num_sessions, "system_len": system_len, "think": self.think}
+        probe = customer_service(world.vocab_size, session_rate=1.0, **shape)
+        rate = requests_per_second / requests_per_session(probe)
+        return world.serve(customer_service(world.vocab_size, session_rate=rate, **shape), setting)
+
+    def capacity(self, world: World, setting: Setting, system_len: int) -> float:
+        """Requests a second under overload."""
+        return self.serve(world, setting, system_len, self.overload).steady_requests_per_second
+
+
+# The think time puts the first setting's hit rate where the article has it, under a fifth.
+A100 = Service(num_sessions=1000, overload=80.0, think=60.0)
+
+
+def service(lab: Lab) -> Service:
+    return dataclasses.replace(A100, num_sessions=150) if lab.quick else A100
+
+
+def figures(served: Served) -> dict[str, float]:
+    return {
+        "hit_rate": served.hit_rate,
+        "ttft": served.mean("ttft"),
+        "ttft_p99": served.percentile("ttft", 99),
+        "queue": served.mean("queue_time"),
+        "prompt_tokens": served.prompt_tokens / len(served.asked),
+        "computed_tokens": served.computed_per_request,
+    }
+
+
+def usual_load(lab: Lab, world: World) -> float:
+    """Requests a second: nine tenths of what the first setting carries."""
+    key = "usual load", world.name
+    if key not in lab.kept:
+        lab.kept[key] = 0.9 * service(lab).capacity(world, FIRST, SHORT)
+    return lab.kept[key]
+
+
+def block_sizes(lab: Lab, world: World) -> dict[str, Any]:
+    """A1: with whole blocks shared only, as in the article's engine, and to the token."""
+    load, hit_rates = usual_load(lab, world) / 2, {"whole": [], "to_the_token": []}
+    sizes = (8, 16, 32, 64, 128)
+    for block_size in sizes:
+        for name, partial in (("whole", False), ("to_the_token", True)):
+            setting = dataclasses.replace(ROUND_1, block_size=block_size, share_partial_blocks=partial)
+            hit_rates[name].append(service(lab).serve(world, setting, LONG, load).hit_rate)
+            lab.tick()
+    tables = [-(-world.max_model_len // size) for size in sizes]
+    return {"block_sizes": list(sizes), "hit_rates": hit_rates, "table_entries": tables}
+
+
+def two_changes(lab: Lab, world: World) -> dict[str, Any]:
+    """A6: utilization and max_num_seqs, together and apart."""
+    load, found = usual_load(lab, world), {}
+    for utilization in (0.85, 0.90):
+        for rows in (16, 8):
+            setting = Setting(gpu_memory_utilization=utilization, max_num_seqs=rows)
+            found[f"{utilization:.2f} {rows}"] = figures(service(lab).serve(world, setting, SHORT, load))
+            lab.tick()
+    return {"load": load, "runs": found}
+
+
+def system_prompts(lab: Lab, world: World) -> dict[str, Any]:
+    """A7: what a longer system prompt does to the hit rate, to the tokens computed and to TTFT."""
+    load, runs = usual_load(lab, world), {}
+    for system_len in (SHORT, LONG):
+        # With rows enough: a queue would drown what is asked here.
+        setting = dataclasses.replace(ROUND_1, max_num_seqs=32)
+        runs[str(system_len)] = figures(service(lab).serve(world, setting, system_len, load))
+        lab.tick()
+    return {"load": load, "runs": runs}
+
+
+def rounds(lab: Lab, world: World) -> dict[str, Any]:
+    """A8: the rounds one on the other; TTFT at the load that the first setting just carries."""
+    load, found = usual_load(lab, world), {}
+    for name, setting, system_len in (
+        ("before", FIRST, SHORT),
+        ("round 1", ROUND_1, SHORT),
+        ("round 2", ROUND_1, LONG),
+        ("round 3", ROUND_3, LONG),
+    ):
+        busy = service(lab).capacity(world, setting, system_len)
+        found[name] = figures(service(lab).serve(world, setting, system_len, load)) | {"requests_per_second": busy}
+        lab.tick()
+    return {"load": load, "rounds": found}
+
+
+def three_steps(lab: Lab, world: World) -> dict[str, Any]:
+    """B11: utilization, prefix caching and int8 KV, one on the other; the system prompt is a long one throughout."""
+    plain = Setting(gpu_memory_utilization=0.90, enable_prefix_caching=False)
+    found = {}
+    for name, setting in (
+        ("before", plain),
+        ("utilization", raised := dataclasses.replace(plain, gpu_memory_utilization=0.93)),
+        ("prefix caching", caching := dataclasses.replace(raised, enable_prefix_caching=True)),
+        ("int8", dataclasses.replace(caching, kv_cache_dtype="int8")),
+    ):
+        found[name] = service(lab).capacity(world, setting, LONG)
+        lab.tick()
+    return {"requests_per_second": found}
+
+
+def hit_rate_by_format(lab: Lab, world: World) -> dict[str, Any]:
+    """A4: what the room that 8-bit formats make does to the hit rate, at one load."""
+    load, found = usual_load(lab, world), {}
+    for name in ("float16", "int8", "fp8_e4m3"):
+        setting = dataclasses.replace(ROUND_1, kv_cache_dtype=name)
+        found[name] = service(lab).serve(world, setting, LONG, load).hit_rate
+        lab.tick()
+    return {"hit_rates": found}
