@@ -8,7 +8,7 @@ from articlelib.lab import Lab
 from articlelib.workloads import customer_service, requests_per_session
 from articlelib.worlds import Setting, World
 
-SHORT, LONG = 40, 500
+SHORT, LONG = 30, 500
 """Tokens of the system prompt before and after the second round."""
 
 FIRST = Setting(gpu_memory_utilization=0.85, max_num_seqs=16)
@@ -36,7 +36,7 @@ class Service:
 
 
 # The think time puts the first setting's hit rate where the article has it, under a fifth.
-A100 = Service(num_sessions=1000, overload=80.0, think=60.0)
+A100 = Service(num_sessions=600, overload=80.0, think=60.0)
 
 
 def service(lab: Lab) -> Service:

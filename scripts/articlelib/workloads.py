@@ -38,10 +38,10 @@ def customer_service(
     num_sessions: int,
     session_rate: float,
     system_len: int,
-    question: tuple[int, int] = (20, 120),
+    question: tuple[int, int] = (60, 260),
     answer: tuple[int, int] = (30, 90),
-    think: float = 15.0,
-    goes_on: float = 0.5,
+    think: float = 60.0,
+    goes_on: float = 0.4,
     most_turns: int = 5,
     seed: int = 0,
 ) -> list[Session]:
