@@ -174,7 +174,7 @@ def start_lines(lab: Lab, world: SimulatedWorld) -> dict[str, Any]:
     told = int(memory.max_concurrency)
     most = {}
     for name, part in (("full", 1.0), ("half", 0.5)):
-        output_len = 16
+        output_len = 8 * told  # long enough that the first still run when the last come
         prompts = [Words(world.vocab_size, i).take(int(length * part) - output_len) for i in range(3 * told)]
         most[name] = _most_running(world, prompts, output_len, memory.num_blocks)
         lab.tick()
