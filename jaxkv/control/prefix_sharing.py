@@ -13,6 +13,8 @@ it gets a full block's name.
 A fork finds all but its last token in its parent's blocks, as long as the parent runs: whole ones are shared and the
 last, partial one is copied, whether or not they can be found by hash. Later it looks up its tokens like any request.
 
+Of unseen tokens (`core.unseen_tokens`) only whole blocks are found: by their names, and nothing is known of heads.
+
 Inside a plan block copies run before prefill. So a block that is written in the plan under construction can be shared
 whole by others of that plan, but copied from only in later ones; and a block that is copied from stays owned until the
 plan is complete, or it might be the target of another copy.
@@ -22,7 +24,7 @@ import dataclasses
 
 from jaxkv.control.block_manager import NULL_BLOCK, BlockManager
 from jaxkv.control.pinning import PinnedPrefixes
-from jaxkv.control.prefix_index import TOKEN_BYTES, BlockHash, chain_hashes, num_common, token_bytes
+from jaxkv.control.prefix_index import BlockHash, chain_hashes, num_common, token_bytes
 from jaxkv.control.request_state import RequestState, Status
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.metrics import MissReason, PrefixCacheStats
@@ -126,7 +128,7 @@ class PrefixSharing:
         if num_full == num_known:  # even the last token: the last block is not shared, but copied but for that token
             source, num_head = blocks[-1], size
             blocks, num_full = blocks[:-1], num_full - size
-        elif self._share_partial:
+        elif self._share_partial and not state.is_unseen:
             tokens = token_bytes(state.token_ids[num_full : num_full + size])
             source, num_head = index.match_head(state.parent_hash(len(blocks)), tokens) or (None, 0)
         num_new = self._num_in_new_heads(state, len(blocks))
@@ -162,7 +164,7 @@ class PrefixSharing:
     def _num_in_new_heads(self, state: RequestState, place: int) -> int:
         """Tokens from this block on that stand at the head of a block which this plan writes."""
         heads = self._new_heads and self._new_heads.get(state.parent_hash(place))
-        if not heads or not self._share_partial:
+        if not heads or not self._share_partial or state.is_unseen:
             return 0
         start = place * self._block_size
         tokens = token_bytes(state.token_ids[start : start + self._block_size])
@@ -193,7 +195,7 @@ class PrefixSharing:
         `planned`: the plan under construction writes them, not an earlier one.
         """
         num_full, num_tail = divmod(num_tokens, self._block_size)
-        if not (with_tail and self._share_partial):
+        if not (with_tail and self._share_partial) or state.is_unseen:
             num_tail = 0
         first = state.num_published_blocks
         is_longer_tail = num_full == first and num_tail > state.num_tail_tokens
@@ -205,14 +207,14 @@ class PrefixSharing:
         state.extend_hashes(self._block_size)
         for place in range(first, num_full):
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-            self._register(state, place, state.block_tokens[place], state.block_hashes[place], unsalted, planned)
+            self._register(state, place, state.block_tokens[place], state.block_hashes[place], unsalted, planned, False)
         state.num_published_blocks = num_full
         if num_tail:
             tokens = token_bytes(state.token_ids[num_tokens - num_tail : num_tokens])
             names = _tail_names(state, num_full, tokens)
             _, num_found = self._blocks.index.match_head(state.parent_hash(num_full), tokens) or (None, 0)
             # Not if another block holds as much already.
-            if num_found < num_tail and self._register(state, num_full, tokens, *names, planned):
+            if num_found < num_tail and self._register(state, num_full, tokens, *names, planned, True):
                 state.num_tail_tokens = num_tail
 
     def give_back(self, state: RequestState) -> None:
@@ -229,12 +231,18 @@ class PrefixSharing:
         state.num_kept_from = end
 
     def _register(
-        self, state: RequestState, place: int, tokens: bytes, name: BlockHash, unsalted: BlockHash | None, planned: bool
+        self,
+        state: RequestState,
+        place: int,
+        tokens: bytes,
+        name: BlockHash,
+        unsalted: BlockHash | None,
+        planned: bool,
+        is_tail: bool,
     ) -> bool:
         block, parent = state.blocks[place], state.parent_hash(place)
         if block == NULL_BLOCK:
             return False
-        is_tail = len(tokens) < self._block_size * TOKEN_BYTES
         if not self._blocks.register(block, name, parent, unsalted, is_tail=is_tail):
             return False
         if not is_tail:
@@ -286,7 +294,7 @@ class PrefixSharing:
         if place < len(state.block_hashes):
             name = state.block_hashes[place]
             unsalted = state.unsalted_hashes[place] if state.is_salted else None
-        elif self._share_partial:
+        elif self._share_partial and not state.is_unseen:
             tokens = token_bytes(state.token_ids[place * self._block_size :])
             name, unsalted = _tail_names(state, place, tokens)
         else:

@@ -15,6 +15,7 @@ from jaxkv.core.metrics import RequestMetrics
 from jaxkv.core.plan import Admission, DecodeRow, Masking, PrefillChunk, RowResult, RowUpdate
 from jaxkv.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from jaxkv.core.token_constraint import ConstraintError
+from jaxkv.core.unseen_tokens import UnseenTokens
 
 
 class Status(enum.Enum):
@@ -71,7 +72,7 @@ class RequestState:
     stop_ids: tuple[int, ...]
     max_total_tokens: int
     arrival: float
-    token_ids: list[int]
+    token_ids: list[int] | UnseenTokens
     root: BlockHash
     unsalted_root: BlockHash
     status: Status = Status.WAITING
@@ -159,23 +160,44 @@ class RequestState:
     def chunk(self, start: int, end: int) -> PrefillChunk:
         """Known tokens start to end. Prompt log-probabilities that were read before a preemption are not asked for."""
         is_last = end == len(self.token_ids)
+        tokens = self.token_ids[start:end]
         targets, first = (), start
         if self.needs_prompt_logits:
             first = max(start, len(self.prompt_logprobs))  # the token at i tells of entry i, which is token i + 1
             targets = tuple(self.token_ids[first + 1 : end + 1])
         return PrefillChunk(
-            self.request_id, self.row, start, tuple(self.token_ids[start:end]), is_last, targets, first - start
+            self.request_id,
+            self.row,
+            start,
+            tokens if self.is_unseen else tuple(tokens),
+            is_last,
+            targets,
+            first - start,
         )
 
     def extend_hashes(self, block_size: int) -> None:
-        """Hash the full blocks of known tokens that are not hashed yet."""
-        num_hashed = len(self.block_hashes)
-        if (num_hashed + 1) * block_size <= len(self.token_ids):
+        """Hash the full blocks of known tokens that are not hashed yet; those of unseen ones have their names."""
+        num_hashed, num_full = len(self.block_hashes), len(self.token_ids) // block_size
+        if num_hashed >= num_full:
+            return
+        if self.is_unseen:
+            names = self.request.names(num_hashed, num_full)
+            self.block_tokens += [b""] * len(names)  # nothing is known of their heads
+            if self.is_salted:
+                self.unsalted_hashes += names
+                names = [self.root + name for name in names]
+            self.block_hashes += names
+        else:
             blocks = split_blocks(self.token_ids[num_hashed * block_size :], block_size)
             self.block_hashes += chain_hashes(self.parent_hash(num_hashed), blocks)
             self.block_tokens += blocks
             if self.is_salted:
                 self.unsalted_hashes += chain_hashes(self.unsalted_parent_hash(num_hashed), blocks)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Its tokens are only counted, and its blocks have names instead of hashes."""
+        return self.request.is_unseen
 
     @property
     def is_salted(self) -> bool:
@@ -283,7 +305,7 @@ def new_request_state(
         stop_ids=stop_ids,
         max_total_tokens=max_total_tokens,
         arrival=now if request.arrival_time is None else request.arrival_time,
-        token_ids=list(request.prompt_token_ids),
+        token_ids=request.prompt_token_ids.copy() if request.is_unseen else list(request.prompt_token_ids),
         root=root_hash(config.cache_root, request.cache_salt),
         unsalted_root=root_hash(config.cache_root, None),
     )

@@ -125,6 +125,7 @@ class Scheduler:
             vocab_size=config.vocab_size,
             max_model_len=limits.max_model_len,
             max_logprobs=config.max_logprobs,
+            unseen_tokens=config.unseen_tokens,
         )
 
     def _check_ids(self, request_ids: list[str]) -> None:

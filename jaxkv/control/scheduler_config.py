@@ -29,6 +29,8 @@ class SchedulerConfig:
       window_sizes: of the model's layers, as far as each sees back; None: everything. num_sinks: first tokens that are seen
         beside. They decide what a running request gives back.
       cascade: what attending to a shared prefix once saves and costs; None: it is never done.
+      unseen_tokens: requests may tell of their tokens nothing but the number and names for blocks. For simulations: there
+        is nothing that a device could compute.
       cache_root: what K/V depend on beside tokens (model fingerprint, KV format); first link of every block hash.
     """
 
@@ -47,6 +49,7 @@ class SchedulerConfig:
     window_sizes: tuple[int | None, ...] = ()
     num_sinks: int = 0
     cascade: CascadeCost | None = None
+    unseen_tokens: bool = False
     cache_root: bytes = b""
 
     def retention(self, limits: ExecutorLimits) -> Retention | None:

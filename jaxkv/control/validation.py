@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import MAX_LOGIT_BIASES, Request, SamplingParams, StructuredOutputs
+from jaxkv.core.unseen_tokens import UnseenTokens
 
 # Every stop string is searched for with each token.
 MAX_STOPS = 64
@@ -143,15 +144,22 @@ def _check_structured_outputs(wanted: StructuredOutputs) -> None:
         raise RequestError("choice needs at least one text, and none may be empty", param="structured_outputs")
 
 
-def checked_request(request: Request, *, vocab_size: int, max_model_len: int, max_logprobs: int) -> Request:
+def checked_request(
+    request: Request, *, vocab_size: int, max_model_len: int, max_logprobs: int, unseen_tokens: bool = False
+) -> Request:
     """The same request, ready for the device; its output is cut at max_model_len.
+
+    Args:
+      unseen_tokens: there is no device: the prompt may be `UnseenTokens`, and the request may name its blocks.
 
     Raises:
       RequestError: naming the field, its value and what is allowed.
     """
+    is_unseen = unseen_tokens and request.is_unseen
     for name, ok, wanted in (
         ("request_id", isinstance(request.request_id, str), "a string"),
-        ("prompt_token_ids", _is_prompt(request.prompt_token_ids), "a tuple of integers"),
+        ("prompt_token_ids", is_unseen or _is_prompt(request.prompt_token_ids), "a tuple of integers"),
+        ("block_names", is_unseen or request.block_names == (), "empty: only unseen tokens have names"),
         ("sampling", isinstance(request.sampling, SamplingParams), "SamplingParams"),
         ("arrival_time", request.arrival_time is None or _is_finite(request.arrival_time), "a number or None"),
         ("priority", _is_integer(request.priority), "an integer"),
@@ -200,6 +208,8 @@ def _checked_bias(
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if isinstance(token_ids, UnseenTokens):
+        return
     low, high = min(token_ids, default=0), max(token_ids, default=0)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

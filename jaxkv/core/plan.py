@@ -9,6 +9,7 @@ What is made for every row of every step is a NamedTuple: a frozen dataclass tak
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkv.core.request import SamplingParams, TokenLogprobs
@@ -32,7 +33,7 @@ class PrefillChunk:
     request_id: str
     row: int
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     is_last: bool
     targets: tuple[int, ...] = ()
     first_target: int = 0
@@ -123,6 +124,7 @@ class PlanShape:
       decode_rows / decode_kv_tokens: rows that decode, and the KV tokens they attend to in the first step, summed.
       num_steps: most decode steps. bucket: padded (prefill tokens, decode rows) as the executor would run them.
       copied_tokens: whose K/V are copied from block to block.
+      prefill_pairs: pairs of a computed prompt token and one that it attends to, itself included.
     """
 
     prefill_tokens: int
@@ -132,6 +134,7 @@ class PlanShape:
     num_steps: int
     bucket: tuple[int, int] = (0, 0)
     copied_tokens: int = 0
+    prefill_pairs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +154,13 @@ class StepPlan:
 
     def shape(self) -> PlanShape:
         return PlanShape(
-            prefill_tokens=sum(len(c.token_ids) for c in self.prefill),
-            prefill_context=sum(c.start for c in self.prefill),
+            prefill_tokens=sum([len(c.token_ids) for c in self.prefill]),
+            prefill_context=sum([c.start for c in self.prefill]),
             decode_rows=len(self.decode),
             decode_kv_tokens=self.decode_kv_tokens,
             num_steps=self.num_steps,
-            copied_tokens=sum(copy.num_tokens for copy in self.block_copies),
+            copied_tokens=sum([copy.num_tokens for copy in self.block_copies]),
+            prefill_pairs=sum([(n := len(c.token_ids)) * c.start + n * (n + 1) // 2 for c in self.prefill]),
         )
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkv.core.token_constraint import TokenConstraint
+from jaxkv.core.unseen_tokens import UnseenTokens
 
 # Room for them is kept on the device in every row; OpenAI's limit.
 MAX_LOGIT_BIASES = 300
@@ -150,20 +151,34 @@ class Request:
 
     Attributes:
       request_id: unique among the requests in the engine.
-      prompt_token_ids: at least one token.
+      prompt_token_ids: at least one token. `UnseenTokens` where only their number is known, in a simulation; no engine
+        with a device takes such a request.
       arrival_time: seconds on the engine's clock; None is stamped when it is added.
       priority: lower is served first under the priority policy.
       cache_salt: only requests with the same salt share prefix blocks.
       constraint: what the sampling parameters allow (`jaxkv.constraints`), in its first state; each sequence moves a copy.
+      block_names: of unseen tokens: what stands for the hashes of the leading full blocks, those of the prompt and maybe
+        of the output. Equal names mean equal tokens from the start up to there. Blocks behind them are like no others.
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] | UnseenTokens
     sampling: SamplingParams
     arrival_time: float | None = None
     priority: int = 0
     cache_salt: str | None = None
     constraint: TokenConstraint | None = None
+    block_names: Sequence[bytes] = ()
+
+    @property
+    def is_unseen(self) -> bool:
+        return isinstance(self.prompt_token_ids, UnseenTokens)
+
+    def names(self, start: int, stop: int) -> list[bytes]:
+        """Of the blocks of unseen tokens at these places; a name of the request's own where none was given."""
+        given = list(self.block_names[start:stop])
+        own = self.request_id.encode("utf-8", "surrogatepass")
+        return given + [b"%b/%d" % (own, place) for place in range(start + len(given), stop)]
 
     def sequences(self) -> tuple["Request", ...]:
         """The `sampling.n` requests that this one stands for: its own id, then that with #1, #2 ...; n is 1 in each."""

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxkv.control.engine import Engine
 from jaxkv.control.executor import ExecutorLimits
@@ -15,6 +15,8 @@ from jaxkv.core.request import Request
 from jaxkv.simulation.cost_model import CostModel
 from jaxkv.simulation.sim_executor import SimExecutor
 
+_TOLD_AT_ONCE = 100
+
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
@@ -24,13 +26,14 @@ class LatencySummary:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "LatencySummary":
         known = [value for value in values if value is not None]
         mean = sum(known) / len(known) if known else math.nan
-        return cls(len(known), mean, *(percentile(known, q) for q in (50, 90, 99)))
+        return cls(len(known), mean, *(percentile(known, q) for q in (50, 90, 95, 99)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,10 @@ class ReplayReport:
       duration: from the first arrival to the last token.
       stats: the engine's own counters.
       requests: every finished request, in order of finishing.
+      queue_time, ttft, tpot, e2e: of these; itl: between deliveries to a request.
+      busy_share: of the duration in which the device computed.
+      mean_usage / peak_usage: share of the pool that running requests owned, by time; cached blocks count as free.
+      evictions: full cached blocks that were overwritten.
     """
 
     refused: tuple[tuple[str, str], ...]
@@ -51,7 +58,12 @@ class ReplayReport:
     queue_time: LatencySummary
     ttft: LatencySummary
     tpot: LatencySummary
+    itl: LatencySummary
     e2e: LatencySummary
+    busy_share: float
+    mean_usage: float
+    peak_usage: float
+    evictions: int
 
     @property
     def hit_rate(self) -> float:
@@ -64,25 +76,32 @@ class ReplayReport:
 
 
 def replay(
-    requests: Sequence[Request],
+    requests: Iterable[Request],
     limits: ExecutorLimits,
     cost_model: CostModel,
     config: SchedulerConfig = SchedulerConfig(),
     *,
     max_in_flight: int = 2,
+    sequences: Mapping[str, Sequence[int]] | None = None,
+    on_ended: Callable[[int], None] = lambda count: None,
 ) -> ReplayReport:
     """Serve `requests` at their arrival times (None: at once) until all have ended.
 
     As with a real engine thread, requests that arrive while the host waits for a step are seen when it is over.
+
+    Args:
+      sequences: see SimExecutor.
+      on_ended: called with the number of requests that have ended, now and then.
     """
     arrivals = collections.deque(sorted(requests, key=_arrival))
     start = _arrival(arrivals[0]) if arrivals else 0.0
     clock = SimulatedClock(start)
     stats = EngineStats(window=None)
-    engine = Engine(
-        SimExecutor(limits, cost_model, clock), config, clock=clock, max_in_flight=max_in_flight, stats=stats
-    )
+    executor = SimExecutor(limits, cost_model, clock, sequences=sequences)
+    engine = Engine(executor, config, clock=clock, max_in_flight=max_in_flight, stats=stats)
     refused = []
+    usage = _Usage(start)
+    num_told = 0
     while arrivals or engine.has_work():
         if not engine.has_work():
             clock.advance_to(max(clock.now(), _arrival(arrivals[0])))
@@ -95,17 +114,43 @@ def replay(
         engine.step()
         if engine.failed is not None:
             raise RuntimeError(f"the replay broke the engine: {engine.failed}")
+        usage.note(clock.now(), engine.kv_cache_usage)
+        if len(stats.requests) + len(refused) >= num_told + _TOLD_AT_ONCE:
+            num_told = len(stats.requests) + len(refused)
+            on_ended(num_told)
+    on_ended(len(stats.requests) + len(refused))
+    duration = clock.now() - start
     finished = tuple(stats.requests)
     return ReplayReport(
         refused=tuple(refused),
-        duration=clock.now() - start,
+        duration=duration,
         stats=stats,
         requests=finished,
         queue_time=LatencySummary.of(metrics.queue_time for metrics in finished),
         ttft=LatencySummary.of(metrics.ttft for metrics in finished),
         tpot=LatencySummary.of(metrics.tpot for metrics in finished),
+        itl=LatencySummary.of(stats.itl.latest),
         e2e=LatencySummary.of(metrics.e2e for metrics in finished),
+        busy_share=executor.busy_seconds / duration if duration else 0.0,
+        mean_usage=usage.total / duration if duration else 0.0,
+        peak_usage=usage.peak,
+        evictions=engine.scheduler.blocks.num_evictions,
     )
+
+
+class _Usage:
+    """The pool's usage over time."""
+
+    def __init__(self, start: float):
+        self.total = 0.0  # usage times seconds
+        self.peak = 0.0
+        self._since = start
+
+    def note(self, now: float, usage: float) -> None:
+        """What it was since the last note."""
+        self.total += usage * (now - self._since)
+        self.peak = max(self.peak, usage)
+        self._since = now
 
 
 def _arrival(request: Request) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.core.clock import SimulatedClock
@@ -47,17 +48,29 @@ class SimExecutor:
     Tokens are a deterministic function of the row's seed and the token's position, so a request gets the same ones
     whatever its batch, chunking, C or preemption; rows stop at stop ids and budgets exactly as a device's would.
     Penalties and logit_bias change nothing.
+
+    Attributes:
+      busy_seconds: time of all submitted steps.
     """
 
     def __init__(
-        self, limits: ExecutorLimits, cost_model: CostModel, clock: SimulatedClock, *, vocab_size: int = 32_000
+        self,
+        limits: ExecutorLimits,
+        cost_model: CostModel,
+        clock: SimulatedClock,
+        *,
+        vocab_size: int = 32_000,
+        sequences: Mapping[str, Sequence[int]] | None = None,
     ):
+        """`sequences`: prompt and output of requests by id: these produce the tokens that they are known to."""
         self.limits = limits
         self.cost_model = cost_model
         self.clock = clock
         self.vocab_size = vocab_size
         self._rows: dict[int, _SimRow] = {}
         self._busy_until = clock.now()
+        self._sequences = sequences or {}
+        self.busy_seconds = 0.0
 
     def submit(self, plan: StepPlan) -> _SimHandle:
         for update in plan.updates:
@@ -81,7 +94,9 @@ class SimExecutor:
         submitted = self.clock.now()
         started = max(submitted, self._busy_until)
         shape = dataclasses.replace(plan.shape(), num_steps=num_steps)
-        self._busy_until = started + self.cost_model.seconds(shape)
+        seconds = self.cost_model.seconds(shape)
+        self.busy_seconds += seconds
+        self._busy_until = started + seconds
         timing = StepTiming(submitted=submitted, finished=self._busy_until)
         return _SimHandle(self.clock, StepResult(plan.step_id, tuple(results), timing))
 
@@ -91,7 +106,7 @@ class SimExecutor:
         num_steps = 1 if row.admission.masking is Masking.EACH_TOKEN else num_steps
         stopped = exhausted = False
         while row.active and len(tokens) < num_steps:
-            token = self._sample(row)
+            token = self._sample(request_id, row)
             tokens.append(token)
             row.position += 1
             row.num_emitted += 1
@@ -104,7 +119,10 @@ class SimExecutor:
         """Of a model that knows nothing: all tokens are alike."""
         return TokenLogprobs(token, -math.log(self.vocab_size), rank=1)
 
-    def _sample(self, row: _SimRow) -> int:
+    def _sample(self, request_id: str, row: _SimRow) -> int:
+        known = self._sequences.get(request_id, ())
+        if row.position < len(known):
+            return known[row.position]
         token = zlib.crc32(b"%d:%d" % (row.admission.sampling.seed, row.position)) % self.vocab_size
         if row.num_emitted < row.admission.min_new_tokens:
             while token in row.admission.stop_ids:

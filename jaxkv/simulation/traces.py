@@ -1,12 +1,14 @@
 """Request traces: when requests came, how long they were, and which prefix blocks they share.
 
-Three public forms are read, plain or gzipped, and told apart by their content:
+Three public forms and our own are read, plain or gzipped, and told apart by their content:
 
   Mooncake (FAST'25)   JSON lines: `timestamp` in ms, input_length, output_length, hash_ids of 512-token blocks
   Qwen-Bailian         JSON lines: `timestamp` in seconds, chat_id, ..., hash_ids of 16-token blocks
   Azure LLM inference  CSV: TIMESTAMP (wall clock), ContextTokens, GeneratedTokens; no blocks
+  our request log      JSON lines of `core.request_record`, in order of ending: names of full blocks, maybe token ids
 
-A hash id names a block together with everything before it; the last id of a prompt may stand for a partial block.
+A hash id names a block together with everything before it; the last id of a prompt may stand for a partial block, but
+for those of the request log.
 """
 
 import csv
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from jaxkv.core.errors import UserError
+from jaxkv.core.request_record import SCHEMA, RequestRecord
 
 
 class TraceError(UserError):
@@ -33,7 +36,9 @@ class TraceRequest:
       arrival: seconds since the first row.
       input_length / output_length: tokens.
       block_ids: one for each block of the prompt, ceil(input_length / block_size) of them; None where unknown. Equal
-        ids mean equal whole prefixes.
+        ids mean equal whole prefixes. Those of a request log are of full blocks, of the output too.
+      salt: only requests of the same salt shared blocks.
+      token_ids / output_token_ids: of the prompt and of what followed, where the trace has them.
       chat_id / parent_chat_id: conversation links, where the trace has them.
     """
 
@@ -43,15 +48,25 @@ class TraceRequest:
     block_ids: tuple[int, ...] | None = None
     chat_id: int | None = None
     parent_chat_id: int | None = None
+    salt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    output_token_ids: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Rows in the file's order, and the tokens that one block id stands for (None without block ids)."""
+    """Rows, and how to read them.
+
+    Attributes:
+      requests: in the file's order; of a request log by arrival.
+      block_size: tokens that one block id stands for; None without block ids.
+      is_log: of our own, so all block ids are those of full blocks.
+    """
 
     name: str
     requests: tuple[TraceRequest, ...]
     block_size: int | None
+    is_log: bool = False
 
 
 def read_trace(path: str | pathlib.Path, *, block_size: int | None = None, limit: int | None = None) -> Trace:
@@ -68,6 +83,10 @@ def read_trace(path: str | pathlib.Path, *, block_size: int | None = None, limit
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
+            if SCHEMA in file.readline():
+                file.seek(0)
+                return _request_log(file, path.name, limit)
+            file.seek(0)
             requests = tuple(_rows(file, path.name, limit))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: {error}") from error
@@ -82,6 +101,47 @@ def full_block_ids(trace: Trace) -> Iterator[tuple[int, ...]]:
     """Ids of each prompt's full blocks: what an engine that shares whole blocks can find."""
     for request in trace.requests:
         yield request.block_ids[: request.input_length // trace.block_size]
+
+
+def _request_log(file: Iterable[str], name: str, limit: int | None) -> Trace:
+    """Requests that were served whole, by arrival. A line that was being written when the server ended is left out."""
+    records, broken = [], None
+    for number, line in enumerate(file, 1):
+        if broken is not None:
+            raise broken
+        try:
+            record = RequestRecord.from_json(line)
+            if record.output_tokens:  # others were aborted before their prompt was computed, or never admitted
+                records.append(record)
+        except (ValueError, TypeError) as error:
+            broken = TraceError(f"{name}, line {number}: no record of our request log: {error}")
+    if broken is not None and line.endswith("\n"):
+        raise broken
+    if not records:
+        raise TraceError(f"{name}: no request in it was served")
+    records.sort(key=lambda record: record.arrival)
+    records = records[:limit]
+    sizes = {record.block_size for record in records}
+    has_tokens = all(record.prompt_token_ids is not None for record in records)
+    if len(sizes) > 1 and not has_tokens:
+        raise TraceError(
+            f"{name}: blocks of {' and '.join(map(str, sorted(sizes)))} tokens in one log, whose names cannot be compared: "
+            "split it where the server's block_size was changed, or log token ids"
+        )
+    start = records[0].arrival
+    requests = [
+        TraceRequest(
+            arrival=record.arrival - start,
+            input_length=record.prompt_tokens,
+            output_length=record.output_tokens,
+            block_ids=tuple([int(block, 16) for block in record.blocks]),
+            salt=record.salt,
+            token_ids=record.prompt_token_ids if has_tokens else None,
+            output_token_ids=record.output_token_ids if has_tokens else None,
+        )
+        for record in records
+    ]
+    return Trace(name, tuple(requests), max(sizes) or None, is_log=True)
 
 
 def _rows(file: TextIO, name: str, limit: int | None) -> Iterator[TraceRequest]:

@@ -5,6 +5,8 @@ Figures are NVIDIA's data sheets and CUDA's occupancy tables. Clocks and bandwid
 
 import dataclasses
 
+from jaxkv.core.devices import DEVICES
+
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget:
@@ -62,10 +64,10 @@ TARGETS = {
         fp32_lanes=64,
         shared_memory=167_936,
         memory=85_100_068_864,
-        bandwidth=2_039_000_000_000,
+        bandwidth=DEVICES["a100-80g"].bandwidth,
         l2=41_943_040,
         clock_ghz=1.41,
     ),
-    "h100": GpuTarget(name="NVIDIA H100 80GB HBM3", memory=84_942_979_072, bandwidth=3_352_000_000_000, **_HOPPER),
-    "h200": GpuTarget(name="NVIDIA H200", memory=151_397_597_184, bandwidth=4_800_000_000_000, **_HOPPER),
+    "h100": GpuTarget(name="NVIDIA H100 80GB HBM3", memory=84_942_979_072, bandwidth=DEVICES["h100"].bandwidth, **_HOPPER),
+    "h200": GpuTarget(name="NVIDIA H200", memory=151_397_597_184, bandwidth=DEVICES["h200"].bandwidth, **_HOPPER),
 }
