@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from articlelib.driver import Session, Tokens, Turn, at_once
+from articlelib.driver import Session, Turn, at_once
 from articlelib.lab import Lab
 from articlelib.workloads import Words, behind_prefix
 from articlelib.worlds import Setting, SimulatedWorld, World
-from gpulib.step_programs import MODELS
 from jaxkv.capacity import plan_capacity, shard
 from jaxkv.control.block_manager import BlockManager
 from jaxkv.control.prefix_index import BlockHash
@@ -167,28 +166,32 @@ def _fill(world: SimulatedWorld, parts: Sequence[list[Session]], setting: Settin
 
 
 def start_lines(lab: Lab, world: SimulatedWorld) -> dict[str, Any]:
-    """A14: the concurrency told at start, and how many requests of that length a scheduler really runs at once."""
+    """A14: the concurrency told at start, and whether so many requests of that length, and one more, run at once."""
     length = 1024 if lab.quick else 2048
     config = EngineConfig(dtype=world.dtype, max_model_len=length, block_size=_BLOCK_SIZE, max_num_seqs=256)
-    memory = plan_capacity(config, MODELS["llama-2-7b"], world.device).memory
+    memory = plan_capacity(config, world.model, world.device).memory
     told = int(memory.max_concurrency)
-    most = {}
-    for name, part in (("full", 1.0), ("half", 0.5)):
-        output_len = 8 * told  # long enough that the first still run when the last come
-        prompts = [Words(world.vocab_size, i).take(int(length * part) - output_len) for i in range(3 * told)]
-        most[name] = _most_running(world, prompts, output_len, memory.num_blocks)
+    ran = {}
+    for name, count, tokens in (
+        ("told", told, length),
+        ("one_more", told + 1, length),
+        ("half_as_long", 2 * told, length // 2),
+    ):
+        ran[name] = _run_at_once(world, count, tokens, memory.num_blocks)
         lab.tick()
-    return {"length": length, "lines": memory.lines()[-2:], "told": told, "ran": most["full"], "ran_half": most["half"]}
+    return {"length": length, "lines": memory.lines()[-2:], "told": told, "ran": ran}
 
 
-def _most_running(world: SimulatedWorld, prompts: Sequence[Tokens], output_len: int, num_blocks: int) -> int:
+def _run_at_once(world: SimulatedWorld, count: int, length: int, num_blocks: int) -> bool:
+    """Whether so many requests get to their full length together, and none gives its blocks back meanwhile."""
+    output_len = min(8 * count, length // 2)  # long enough that the first still run when the last come
     setting = Setting(num_blocks=num_blocks, max_num_seqs=256, enable_prefix_caching=False)
     engine, _ = world.engine(setting)
     sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(str(i), prompt, sampling))
-    most = 0
+    words, most = Words(world.vocab_size), 0
+    for i in range(count):
+        engine.add(Request(str(i), words.take(length - output_len), sampling))
     while engine.has_work():
         engine.step()
         most = max(most, engine.num_running)
-    return most
+    return most == count and engine.stats.preemptions == 0

@@ -2,8 +2,12 @@
 
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.device import Device
-from jaxkv.simulation.cost_model import CostModel, ConstantCostModel
+from jaxkv.execution.kv_cache import kv_bytes_per_token
+from jaxkv.simulation import roofline
+from jaxkv.simulation.cost_model import CostModel
 
 
-def roofline(model: ModelConfig, device: Device, dtype: str, kv_cache_dtype: str) -> CostModel:
-    return ConstantCostModel(0.0005, 0.00009, 0.0105, 0.00003)
+def of_roofline(model: ModelConfig, device: Device, dtype: str, kv_cache_dtype: str) -> CostModel:
+    """Weights of two bytes; K/V as stored."""
+    stored = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    return roofline.roofline(model, device, kv_bytes=kv_bytes_per_token(model, stored))

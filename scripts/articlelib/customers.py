@@ -36,7 +36,7 @@ class Service:
 
 
 # The think time puts the first setting's hit rate where the article has it, under a fifth.
-A100 = Service(num_sessions=600, overload=80.0, think=60.0)
+A100 = Service(num_sessions=600, overload=80.0, think=120.0)
 
 
 def service(lab: Lab) -> Service:

@@ -40,7 +40,7 @@ def customer_service(
     system_len: int,
     question: tuple[int, int] = (60, 260),
     answer: tuple[int, int] = (30, 90),
-    think: float = 60.0,
+    think: float = 120.0,
     goes_on: float = 0.4,
     most_turns: int = 5,
     seed: int = 0,
