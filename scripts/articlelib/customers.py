@@ -1,6 +1,7 @@
 """The rows about a customer service with one system prompt: A1, A4's hit rate, A6, A7, A8 and B11."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from articlelib.driver import Served
@@ -18,29 +19,54 @@ ROUND_3 = dataclasses.replace(ROUND_1, kv_cache_dtype="int8")
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """How many ask and how often. `overload`: requests a second that no setting carries."""
+    """How many ask and how often.
+
+    Attributes:
+      overload: requests a second that no setting carries.
+      shrinks: all lengths are divided by it, and the pool with them.
+    """
 
     num_sessions: int
     overload: float
     think: float
+    shrinks: int = 1
 
     def serve(self, world: World, setting: Setting, system_len: int, requests_per_second: float) -> Served:
-        shape = {"num_sessions": self.num_sessions, "system_len": system_len, "think": self.think}
+        shape = {
+            "num_sessions": self.num_sessions,
+            "system_len": system_len // self.shrinks,
+            "question": (60 // self.shrinks, 260 // self.shrinks),
+            "answer": (30 // self.shrinks, 90 // self.shrinks),
+            "think": self.think,
+        }
         probe = customer_service(world.vocab_size, session_rate=1.0, **shape)
         rate = requests_per_second / requests_per_session(probe)
         return world.serve(customer_service(world.vocab_size, session_rate=rate, **shape), setting)
 
     def capacity(self, world: World, setting: Setting, system_len: int) -> float:
         """Requests a second under overload."""
-        return self.serve(world, setting, system_len, self.overload).steady_requests_per_second
+        served = self.serve(world, setting, system_len, self.overload)
+        # A real engine serves too few to tell a steady state apart.
+        return served.steady_requests_per_second if world.is_simulated else served.requests_per_second
 
 
 # The think time puts the first setting's hit rate where the article has it, under a fifth.
 A100 = Service(num_sessions=600, overload=80.0, think=120.0)
 
 
-def service(lab: Lab) -> Service:
-    return dataclasses.replace(A100, num_sessions=150) if lab.quick else A100
+SCALED_DOWN = Service(num_sessions=40, overload=1e4, think=1.0, shrinks=4)
+"""For a real engine on a CPU. Its pool is as much smaller against what the users' histories take as the A100's."""
+
+
+def service(lab: Lab, world: World) -> Service:
+    of_world = A100 if world.is_simulated or not lab.on_cpu else SCALED_DOWN
+    return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 4) if lab.quick else of_world
+
+
+def scaled_down_pool(plan: Callable[[Setting], int]) -> Callable[[Setting], int]:
+    """Blocks of a real engine for the blocks that the A100's plan has: enough to run, and too few for all histories."""
+    least = 16  # rows of the first setting, each with a prompt of a few blocks
+    return lambda setting: max(4 * least, plan(setting) // 24)
 
 
 def figures(served: Served) -> dict[str, float]:
@@ -58,7 +84,7 @@ def usual_load(lab: Lab, world: World) -> float:
     """Requests a second: nine tenths of what the first setting carries."""
     key = "usual load", world.name
     if key not in lab.kept:
-        lab.kept[key] = 0.9 * service(lab).capacity(world, FIRST, SHORT)
+        lab.kept[key] = 0.9 * service(lab, world).capacity(world, FIRST, SHORT)
     return lab.kept[key]
 
 
@@ -69,7 +95,7 @@ def block_sizes(lab: Lab, world: World) -> dict[str, Any]:
     for block_size in sizes:
         for name, partial in (("whole", False), ("to_the_token", True)):
             setting = dataclasses.replace(ROUND_1, block_size=block_size, share_partial_blocks=partial)
-            hit_rates[name].append(service(lab).serve(world, setting, LONG, load).hit_rate)
+            hit_rates[name].append(service(lab, world).serve(world, setting, LONG, load).hit_rate)
             lab.tick()
     tables = [-(-world.max_model_len // size) for size in sizes]
     return {"block_sizes": list(sizes), "hit_rates": hit_rates, "table_entries": tables}
@@ -81,7 +107,7 @@ def two_changes(lab: Lab, world: World) -> dict[str, Any]:
     for utilization in (0.85, 0.90):
         for rows in (16, 8):
             setting = Setting(gpu_memory_utilization=utilization, max_num_seqs=rows)
-            found[f"{utilization:.2f} {rows}"] = figures(service(lab).serve(world, setting, SHORT, load))
+            found[f"{utilization:.2f} {rows}"] = figures(service(lab, world).serve(world, setting, SHORT, load))
             lab.tick()
     return {"load": load, "runs": found}
 
@@ -92,7 +118,7 @@ def system_prompts(lab: Lab, world: World) -> dict[str, Any]:
     for system_len in (SHORT, LONG):
         # With rows enough: a queue would drown what is asked here.
         setting = dataclasses.replace(ROUND_1, max_num_seqs=32)
-        runs[str(system_len)] = figures(service(lab).serve(world, setting, system_len, load))
+        runs[str(system_len)] = figures(service(lab, world).serve(world, setting, system_len, load))
         lab.tick()
     return {"load": load, "runs": runs}
 
@@ -106,8 +132,10 @@ def rounds(lab: Lab, world: World) -> dict[str, Any]:
         ("round 2", ROUND_1, LONG),
         ("round 3", ROUND_3, LONG),
     ):
-        busy = service(lab).capacity(world, setting, system_len)
-        found[name] = figures(service(lab).serve(world, setting, system_len, load)) | {"requests_per_second": busy}
+        busy = service(lab, world).capacity(world, setting, system_len)
+        found[name] = figures(service(lab, world).serve(world, setting, system_len, load)) | {
+            "requests_per_second": busy
+        }
         lab.tick()
     return {"load": load, "rounds": found}
 
@@ -122,7 +150,7 @@ def three_steps(lab: Lab, world: World) -> dict[str, Any]:
         ("prefix caching", caching := dataclasses.replace(raised, enable_prefix_caching=True)),
         ("int8", dataclasses.replace(caching, kv_cache_dtype="int8")),
     ):
-        found[name] = service(lab).capacity(world, setting, LONG)
+        found[name] = service(lab, world).capacity(world, setting, LONG)
         lab.tick()
     return {"requests_per_second": found}
 
@@ -132,6 +160,6 @@ def hit_rate_by_format(lab: Lab, world: World) -> dict[str, Any]:
     load, found = usual_load(lab, world), {}
     for name in ("float16", "int8", "fp8_e4m3"):
         setting = dataclasses.replace(ROUND_1, kv_cache_dtype=name)
-        found[name] = service(lab).serve(world, setting, LONG, load).hit_rate
+        found[name] = service(lab, world).serve(world, setting, LONG, load).hit_rate
         lab.tick()
     return {"hit_rates": found}

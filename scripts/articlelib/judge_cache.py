@@ -85,7 +85,7 @@ def a4_quality(values: Values) -> list[Verdict]:
 
 
 def b10_memory(values: Values) -> list[Verdict]:
-    stored = values["bytes_per_token"]
+    stored = values["A4"]["bytes_per_token"]
     share = stored["int8"] / stored["float16"]
     return [
         Verdict(
@@ -126,7 +126,8 @@ def b10_quality(values: Values) -> list[Verdict]:
             "more loss than elsewhere",
             f"{tasks['maths']['kl'] / others:.2f}x",
             says(tasks["maths"]["kl"] > others),
-            "KL divergence on the answers, int8: " + ", ".join(f"{kind} {one['kl']:.1e}" for kind, one in tasks.items()),
+            "KL divergence on the answers, int8: "
+            + ", ".join(f"{kind} {one['kl']:.1e}" for kind, one in tasks.items()),
             (tasks["maths"]["kl"], others),
         )
     )
@@ -321,10 +322,14 @@ def a14_ran(values: Values) -> list[Verdict]:
             "A14",
             "the maximum concurrency of the start lines is what really runs at once",
             f"{told}",
-            f"{told} " + ("do" if ran["told"] else "do not") + f", {told + 1} " + ("do" if ran["one_more"] else "do not"),
+            f"{told} "
+            + ("do" if ran["told"] else "do not")
+            + f", {told + 1} "
+            + ("do" if ran["one_more"] else "do not"),
             says(ran["told"] and not ran["one_more"]),
             f"requests of {values['length']:,} tokens, none preempted; of half the length twice as many "
             + ("do too" if ran["half_as_long"] else "do not"),
+            (told,),
         )
     ]
 
@@ -346,7 +351,10 @@ def b7(values: Values) -> list[Verdict]:
 
 
 def b12_memory(values: Values) -> list[Verdict]:
-    full, window = ([size for _, size in sorted(values["curves"][name].items(), key=_by_length)] for name in ("full", "window"))
+    full, window = (
+        [curve[length] for length in sorted(curve, key=int)]
+        for curve in (values["curves"]["full"], values["curves"]["window"])
+    )
     longest = max(map(int, values["curves"]["window"]))
     flat = window[-1] <= 1.1 * window[len(window) // 2]
     return [
@@ -382,10 +390,6 @@ def b12_needle(values: Values) -> list[Verdict]:
             (mean_full, mean_window),
         )
     ]
-
-
-def _by_length(item: tuple[str, float]) -> int:
-    return int(item[0])
 
 
 def b14(values: Values) -> list[Verdict]:

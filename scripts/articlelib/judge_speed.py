@@ -104,7 +104,7 @@ def b9(values: Values) -> list[Verdict]:
 
 
 def a2(values: Values) -> list[Verdict]:
-    ratios = sorted(values["cpu_ratios"] if values["on_cpu"] else values["wall_ratios"])
+    ratios = sorted(values["ratios"])
     middle = ratios[len(ratios) // 2]
     # Of n pairs the second lowest and second highest enclose the median with 95 % from n = 8 on; all do below.
     inner = ratios[1:-1] if len(ratios) >= 8 else ratios
@@ -122,8 +122,7 @@ def a2(values: Values) -> list[Verdict]:
             "within 1 %",
             f"{middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})",
             verdict,
-            f"throughput on unique prompts, on / off, {len(ratios)} pairs, their inner range"
-            + (", a CPU second" if values["on_cpu"] else ""),
+            f"throughput on unique prompts, on / off ({values['how']}): median of {len(ratios)} pairs and their inner range",
             (middle, low, high),
         )
     ]

@@ -12,8 +12,9 @@ class Lab:
     """Attributes:
     basics, serving: 7B on an A100 with 80 GB (the article on the basics), with 40 GB (the one on hit rates), simulated.
     engine: the model that is asked for, on this machine. layers: a few random layers of its shape, for what needs an
-      engine for each of several settings. None in simulation.
-    sizes: how much to ask of real engines.
+      engine for each of several settings. needles: the model once more, with few rows. None in simulation.
+    sizes: how much to ask of real engines. on_cpu: whether they run on one.
+    model: name of `engine`'s model, where it is a trained one; None otherwise.
     tick: tells that a part is done.
     kept: what one experiment measures and another needs too.
     """
@@ -22,8 +23,11 @@ class Lab:
     serving: SimulatedWorld
     engine: RealWorld | None = None
     layers: RealWorld | None = None
+    needles: RealWorld | None = None
+    model: str | None = None
     sizes: "Sizes | None" = None
     quick: bool = False
+    on_cpu: bool = True
     tick: Callable[[], None] = lambda: None
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from articlelib.driver import Served, Session, Tokens, Turn
-from articlelib.lab import Lab
+from articlelib.lab import FULL, Lab
 from articlelib.workloads import Words, behind_prefix, single
 from articlelib.worlds import Setting, World
+from jaxkv.control.prefix_index import token_bytes
 from jaxkv.core.metrics import percentile
+from jaxkv.insight.diagnosis import compare
+from jaxkv.insight.prompt_log import LoggedRequest, token_log
+from jaxkv.insight.proposals import find_faults
 
 TTFT_LIMIT, TPOT_LIMIT, KEPT = 1.0, 0.05, 0.9
 """Goodput: the highest rate at which so many of the requests meet both limits (seconds)."""
@@ -46,9 +50,7 @@ def highest(holds: Callable[[float], bool], low: float, steps: int) -> float:
 
 
 def _meets_limits(served: Served) -> bool:
-    good = sum(
-        asked.metrics.ttft <= TTFT_LIMIT and (asked.metrics.tpot or 0) <= TPOT_LIMIT for asked in served.asked
-    )
+    good = sum(asked.metrics.ttft <= TTFT_LIMIT and (asked.metrics.tpot or 0) <= TPOT_LIMIT for asked in served.asked)
     return good >= KEPT * len(served.asked)
 
 
@@ -109,46 +111,70 @@ def queueing(lab: Lab, world: World) -> dict[str, Any]:
 
 
 def changing_front(lab: Lab, world: World) -> dict[str, Any]:
-    """A11: a template whose first words change with every request, and the same with these behind the instructions."""
-    changing, instructions, own, count = 12, 500, 60, 60 if lab.quick else 300
-    found = {}
+    """A11: a template in which something changes with every request, near the front or behind the instructions; and what
+    the diagnosis of the first one's prompts finds and computes."""
+    opening, changing, instructions, own, count = 6, 12, 500, 60, 60 if lab.quick else 300
+    found: dict[str, Any] = {}
     for name, in_front in (("in front", True), ("behind", False)):
-        prompts = template(world.vocab_size, changing, instructions, own, in_front)
-        served = world.serve(single(prompts, count, 5.0, 30), Setting())
+        lengths = opening, changing, instructions, own
+        prompts = list(itertools.islice(template(world.vocab_size, *lengths, in_front=in_front), count))
+        served = world.serve(single(iter(prompts), count, 5.0, 30), Setting())
         found[name] = {
             "hit_rate": served.hit_rate,
             "ttft": served.mean("ttft"),
             "computed_tokens": served.computed_per_request,
         }
+        if in_front:
+            diagnosed = _diagnosed(prompts)
         lab.tick()
-    return {"runs": found}
+    return {"runs": found, "planted_at": opening, **diagnosed}
 
 
-def template(vocab_size: int, changing: int, instructions: int, own: int, in_front: bool) -> Iterator[Tokens]:
+def template(
+    vocab_size: int, opening: int, changing: int, instructions: int, own: int, *, in_front: bool
+) -> Iterator[Tokens]:
     words = Words(vocab_size)
-    fixed = words.take(instructions)
+    start, fixed = words.take(opening), words.take(instructions)
     while True:
         stamp, question = words.take(changing), words.take(own)
-        yield (stamp + fixed if in_front else fixed + stamp) + question
+        yield start + (stamp + fixed if in_front else fixed + stamp) + question
+
+
+def _diagnosed(prompts: list[Tokens]) -> dict[str, Any]:
+    """Where the diagnosis says that prompts part, and hit rates as they are and if that were moved, by replay."""
+    requests = [LoggedRequest(str(i), float(i), len(prompt), token_bytes(prompt)) for i, prompt in enumerate(prompts)]
+    diagnosis = find_faults(compare(token_log(requests, Setting.block_size)))
+    changed = [one for one in diagnosis.findings if one.cause == "changed_text" and one.gain is not None]
+    if not changed:
+        return {"found_at": None, "computed_before": diagnosis.hit_rate, "computed_after": diagnosis.hit_rate}
+    first = changed[0]
+    return {
+        "found_at": first.position,
+        "computed_before": first.gain.before,
+        "computed_after": first.gain.after,
+    }
 
 
 def restart(lab: Lab, world: World) -> dict[str, Any]:
-    """A13, simulated: the first requests after a start with five system prompts, which are sent once before or not."""
-    words, prompts, output_len = Words(world.vocab_size), 5, 30
-    systems = [words.take(500) for _ in range(prompts)]
-    first = [systems[i % prompts] + words.take(40) for i in range(20)]
+    """A13: the first requests after a start, with their system prompts sent once before or not."""
+    sizes = FULL if world.is_simulated and not lab.quick else lab.sizes
+    words, count, setting = Words(world.vocab_size), 4, Setting(decode_steps=0)
+    systems = [words.take(sizes.shared_len) for _ in range(count)]
+    first = [systems[i % count] + words.take(sizes.own_len) for i in range(2 * count)]
+    warming = [Session(0.0, (Turn(system, 1),), "warms") for system in systems]
+    takes = world.serve(warming, setting).seconds
     found = {}
-    for name, warmed in (("cold", False), ("warm", True)):
-        warming = [(0.0, system, 1) for system in systems] if warmed else []
-        begin = 60.0  # long after the warming
-        asked = [(begin + 0.05 * i, prompt, output_len) for i, prompt in enumerate(first)]
-        served = world.serve([_single(*one) for one in warming + asked], Setting())
-        ttft = [one.metrics.ttft for one in served.asked if one.metrics.num_generated_tokens > 1]
-        cached = [one.metrics.num_cached_tokens for one in served.asked if one.metrics.num_generated_tokens > 1]
-        found[name] = {"ttft": sum(ttft) / len(ttft), "ttft_max": max(ttft), "cached_tokens": sum(cached)}
+    for name in ("cold", "warm"):
+        # When the warming is over for sure.
+        begin, before = (0.0, []) if name == "cold" else (2 * takes + 0.5, warming)
+        asks = [Session(begin, (Turn(prompt, sizes.output_len),), "asks") for prompt in first]
+        served = world.serve([*before, *asks], setting)
+        asked = [one.metrics for one in served.asked if one.caller == "asks"]
+        ttft = [one.ttft for one in asked]
+        found[name] = {
+            "ttft": sum(ttft) / len(ttft),
+            "ttft_max": max(ttft),
+            "cached_tokens": sum(one.num_cached_tokens for one in asked),
+        }
         lab.tick()
-    return found
-
-
-def _single(arrival: float, prompt: Tokens, output_len: int) -> Session:
-    return Session(arrival, (Turn(prompt, output_len),))
+    return found | {"warming_seconds": takes}

@@ -25,9 +25,9 @@ FORMATS = (("int8", "hadamard"), ("fp8_e4m3", "none"))
 _WINDOWS, _WINDOW_TOKENS, _SUMMARIES = 2, 1024, 16
 
 
-def eight_bits(lab: Lab, model_name: str) -> dict[str, Any]:
+def eight_bits(lab: Lab) -> dict[str, Any]:
     """Next-token distributions on the answers of maths, questions and summaries; ROUGE-L of written summaries."""
-    source = resolve_model(model_name)
+    source = resolve_model(lab.model)
     config = load_config(source)
     tokenizer = load_tokenizer(source)
     model = load_weights(source, config, dtype="float32")
@@ -64,9 +64,7 @@ def _summaries(lab: Lab, model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     for name, rotation in (("float32", "none"), *FORMATS):
         written[name] = kv_generation.generate(model, name, rotation, assignment, tokenizer, SilentProgress())
         lab.tick()
-    scores = {
-        name: kv_generation.rouge_l(assignment.references, texts.summaries) for name, texts in written.items()
-    }
+    scores = {name: kv_generation.rouge_l(assignment.references, texts.summaries) for name, texts in written.items()}
     found: dict[str, Any] = {"summaries": _SUMMARIES, "mean": {k: sum(v) / len(v) for k, v in scores.items()}}
     for name, _ in FORMATS:
         figures = kv_generation.compare(written["float32"], written[name], assignment.references)

@@ -86,7 +86,14 @@ def behind_prefix(vocab_size: int, shared_len: int, own_len: int, seed: int = 0)
 
 
 def about_documents(
-    vocab_size: int, *, num_documents: int, document_len: int, a_prompt: int, question_len: int, sorts: bool, seed: int = 0
+    vocab_size: int,
+    *,
+    num_documents: int,
+    document_len: int,
+    a_prompt: int,
+    question_len: int,
+    sorts: bool,
+    seed: int = 0,
 ) -> Iterator[Tokens]:
     """Questions behind `a_prompt` of the documents, which come in a fixed order (`sorts`) or in any."""
     words, order = Words(vocab_size, seed), random.Random(seed)
