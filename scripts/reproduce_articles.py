@@ -27,7 +27,7 @@ from articlelib.cost_models import of_roofline
 from articlelib.customers import scaled_down_pool
 from articlelib.lab import FULL, QUICK, SMALL, Lab
 from articlelib.registry import PARTS, REAL, Part
-from articlelib.verdict import Verdict, of_row, unmeasured
+from articlelib.verdict import Verdict, not_measured, of_row
 from articlelib.worlds import RealWorld, SimulatedWorld
 from benchlib.random_model import write_random_model
 from gpulib.step_programs import MODELS
@@ -209,7 +209,7 @@ def _where(part: Part, lab: Lab) -> str:
 def _judge(part: Part, row: str, found: dict[str, Any] | str, lab: Lab) -> Iterator[tuple[Verdict, str]]:
     """Verdicts, and where they were found."""
     if isinstance(found, str):
-        yield unmeasured(row, f"{CLAIMS[row]} ({part.name})", "-", found), part.where
+        yield not_measured(row, f"{CLAIMS[row]} ({part.name})", "-", found), part.where
         return
     for verdict in part.rules[row](found):
         yield verdict, _where(part, lab)
@@ -233,14 +233,16 @@ def _tell(report: measurement.Report, verdicts: dict[str, list[tuple[Verdict, st
                 report.add(name, verdict.numbers[:1], unit="", metric="verdict", engine=where, **told)
     report.console.print(table)
     summary = Table(title="Rows")
-    for heading in ("row", "what it says", "verdict", "claims confirmed"):
+    for heading in ("row", "what it says", "verdict", "claims confirmed", "not measured"):
         summary.add_column(heading)
     for row, found in verdicts.items():
         of_claims = [verdict for verdict, _ in found]
-        confirmed = sum(verdict.verdict == "confirmed" for verdict in of_claims)
+        confirmed, unmeasured = (
+            sum(verdict.verdict == word for verdict in of_claims) for word in ("confirmed", "not measurable here")
+        )
         verdict = of_row(of_claims)
-        summary.add_row(row, CLAIMS[row], verdict, f"{confirmed} of {len(found)}", style=styles.get(verdict))
-        extra = {"row": row, "verdict": verdict, "claims": len(found)}
+        summary.add_row(row, CLAIMS[row], verdict, f"{confirmed} of {len(found)}", str(unmeasured), style=styles.get(verdict))
+        extra = {"row": row, "verdict": verdict, "claims": len(found), "unmeasured": unmeasured}
         report.add(f"row {row}", [confirmed], unit="claims confirmed", metric="row", engine="all", **extra)
     report.console.print(summary)
     report.check("every row has a verdict", [row for row, found in verdicts.items() if not found])

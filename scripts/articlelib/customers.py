@@ -60,7 +60,7 @@ SCALED_DOWN = Service(num_sessions=40, overload=1e4, think=1.0, shrinks=4)
 
 def service(lab: Lab, world: World) -> Service:
     of_world = A100 if world.is_simulated or not lab.on_cpu else SCALED_DOWN
-    return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 4) if lab.quick else of_world
+    return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 2) if lab.quick else of_world
 
 
 def scaled_down_pool(plan: Callable[[Setting], int]) -> Callable[[Setting], int]:
@@ -91,7 +91,7 @@ def usual_load(lab: Lab, world: World) -> float:
 def block_sizes(lab: Lab, world: World) -> dict[str, Any]:
     """A1: with whole blocks shared only, as in the article's engine, and to the token."""
     load, hit_rates = usual_load(lab, world) / 2, {"whole": [], "to_the_token": []}
-    sizes = (8, 16, 32, 64, 128)
+    sizes = (8, 16, 32, 128) if lab.quick else (8, 16, 32, 64, 128)
     for block_size in sizes:
         for name, partial in (("whole", False), ("to_the_token", True)):
             setting = dataclasses.replace(ROUND_1, block_size=block_size, share_partial_blocks=partial)

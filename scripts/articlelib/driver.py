@@ -80,8 +80,8 @@ class Served:
 
     @property
     def steady_requests_per_second(self) -> float:
-        """While sessions arrive, without the first quarter of that time: what an overloaded engine carries."""
-        begin = self.start + (self.arrivals_end - self.start) / 4
+        """In the second half of the time in which sessions arrive: what an overloaded engine carries."""
+        begin = (self.start + self.arrivals_end) / 2
         count = sum(begin < asked.metrics.finished <= self.arrivals_end for asked in self.asked)
         return count / (self.arrivals_end - begin)
 

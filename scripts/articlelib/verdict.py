@@ -29,15 +29,14 @@ def says(holds: bool) -> Says:
     return "confirmed" if holds else "refuted"
 
 
-def unmeasured(claim: str, what: str, claimed: str, why: str) -> Verdict:
+def not_measured(claim: str, what: str, claimed: str, why: str) -> Verdict:
     return Verdict(claim, what, claimed, "-", "not measurable here", why)
 
 
 def of_row(verdicts: Sequence[Verdict]) -> Says:
-    """A row stands as it is written if all its claims do: one that is refuted refutes it, and of what could be measured
-    nothing else may be left open."""
+    """A row stands as it is written if none of its claims that could be measured is refuted."""
     found = {verdict.verdict for verdict in verdicts}
-    return next((word for word in ("refuted", "not measurable here") if word in found), "confirmed")
+    return next((word for word in ("refuted", "confirmed") if word in found), "not measurable here")
 
 
 def slashed(values: Iterable[object]) -> str:
