@@ -114,7 +114,7 @@ def unique_prompts(lab: Lab, world: World) -> dict[str, Any]:
     how = "host's time added to the device's" if world.is_simulated else "a CPU second" if lab.on_cpu else "a second"
     for run in range((3 if world.is_simulated else sizes.pairs) + 1):  # the first is not counted
         words = Words(world.vocab_size, run)
-        prompts = [words.take(4 * sizes.own_len) for _ in range(4 * sizes.concurrent)]
+        prompts = [words.take(4 * sizes.own_len) for _ in range((1 if lab.on_cpu else 4) * sizes.concurrent)]
         host, wall = {}, {}
         for caching in (True, False) if run % 2 else (False, True):
             setting = Setting(enable_prefix_caching=caching, max_num_seqs=sizes.concurrent, decode_steps=0)
