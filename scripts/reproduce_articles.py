@@ -47,6 +47,7 @@ _MODE = flags.DEFINE_enum(
     "Where the rows about time run; unset: gpu where there is one, else cpu.",
 )
 _ONLY = flags.DEFINE_list("only", [], "Rows to judge, as B1,A9; empty: all.")
+_RUNS = flags.DEFINE_integer("runs", 3, "Counted runs of what is timed on an engine.", lower_bound=1)
 _PLOT = flags.DEFINE_string("plot", None, "Draw curves into this folder; needs matplotlib (pip install -e '.[plot]').")
 
 _LAYERS = 4
@@ -54,7 +55,7 @@ _7B = "llama-2-7b"
 
 
 def _config() -> dict[str, Any]:
-    return {name: flags.FLAGS[name].value for name in ("model", "mode", "only", "plot", "quick")}
+    return {name: flags.FLAGS[name].value for name in ("model", "mode", "only", "runs", "plot", "quick")}
 
 
 def _rows() -> list[str]:
@@ -241,7 +242,9 @@ def _tell(report: measurement.Report, verdicts: dict[str, list[tuple[Verdict, st
             sum(verdict.verdict == word for verdict in of_claims) for word in ("confirmed", "not measurable here")
         )
         verdict = of_row(of_claims)
-        summary.add_row(row, CLAIMS[row], verdict, f"{confirmed} of {len(found)}", str(unmeasured), style=styles.get(verdict))
+        summary.add_row(
+            row, CLAIMS[row], verdict, f"{confirmed} of {len(found)}", str(unmeasured), style=styles.get(verdict)
+        )
         extra = {"row": row, "verdict": verdict, "claims": len(found), "unmeasured": unmeasured}
         report.add(f"row {row}", [confirmed], unit="claims confirmed", metric="row", engine="all", **extra)
     report.console.print(summary)

@@ -30,7 +30,9 @@ _NAME = flags.DEFINE_string("served_model_name", None, "Model id in requests; un
 _PROMPTS = flags.DEFINE_multi_string("prompts", [], "File of prompts; the flag may be repeated.")
 _LOG = flags.DEFINE_string("log", None, "Request log with token ids: its most shared prefixes are sent.")
 _TOP = flags.DEFINE_integer("top", 16, "Most prefixes of the log.", lower_bound=1)
-_MIN_REQUESTS = flags.DEFINE_integer("min_requests", None, "That share a prefix; unset: 2 %, at least 3.", lower_bound=2)
+_MIN_REQUESTS = flags.DEFINE_integer(
+    "min_requests", None, "That share a prefix; unset: 2 %, at least 3.", lower_bound=2
+)
 _MIN_TOKENS = flags.DEFINE_integer("min_tokens", 16, "Shorter prefixes are left out.", lower_bound=1)
 _MEASURE = flags.DEFINE_bool("measure", False, "TTFT of the first request behind each prompt, cold and warm.")
 _RUNS = flags.DEFINE_integer("runs", 3, "Times that measure does it.", lower_bound=1)

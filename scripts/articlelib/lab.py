@@ -13,7 +13,7 @@ class Lab:
     basics, serving: 7B on an A100 with 80 GB (the article on the basics), with 40 GB (the one on hit rates), simulated.
     engine: the model that is asked for, on this machine. layers: a few random layers of its shape, for what needs an
       engine for each of several settings. needles: the model once more, with few rows. None in simulation.
-    sizes: how much to ask of real engines. on_cpu: whether they run on one.
+    sizes: how much to ask of real engines. runs: how often, where time counts. on_cpu: whether they run on one.
     model: name of `engine`'s model, where it is a trained one; None otherwise.
     tick: tells that a part is done.
     kept: what one experiment measures and another needs too.
@@ -26,6 +26,7 @@ class Lab:
     needles: RealWorld | None = None
     model: str | None = None
     sizes: "Sizes | None" = None
+    runs: int = 3
     quick: bool = False
     on_cpu: bool = True
     tick: Callable[[], None] = lambda: None
@@ -40,7 +41,6 @@ class Sizes:
       generated: tokens after which generations with and without a cache are compared. uncached_step: without a cache every
         so many-th token is computed, and the time between is interpolated.
       concurrent, shared_len, own_len, output_len: the prefix experiment.
-      pairs: times that two settings take turns.
       block_sizes: those that run here.
     """
 
@@ -51,14 +51,13 @@ class Sizes:
     shared_len: int
     own_len: int
     output_len: int
-    pairs: int
     block_sizes: tuple[int, ...]
 
 
-FULL = Sizes((128, 512, 2048), 16, 64, 12, 500, 32, 64, 15, (16, 32, 64, 128))
+FULL = Sizes((128, 512, 2048), 16, 64, 12, 500, 32, 64, (16, 32, 64, 128))
 """On a GPU, whose kernels start at blocks of 16."""
 
-SMALL = Sizes((16, 64, 256), 16, 32, 12, 500, 32, 8, 9, (8, 16, 32, 64))
+SMALL = Sizes((16, 64, 256), 16, 32, 12, 500, 32, 8, (8, 16, 32, 64))
 """On a CPU."""
 
-QUICK = Sizes((4, 8, 24), 2, 16, 4, 96, 16, 4, 3, (8, 16, 32, 64))
+QUICK = Sizes((4, 8, 24), 2, 16, 4, 96, 16, 4, (8, 16, 32, 64))

@@ -34,7 +34,9 @@ def _draw(path: pathlib.Path, title: str, draw: Callable, values: Values) -> Non
 def _without_cache(axes, values: Values) -> None:
     for name in ("uncached", "cached"):
         axes.plot(values["lengths"], values[name], "o-", label=f"whole generation, {name}")
-    axes.plot(values["lengths"], [values["ttft_uncached"]] * len(values["lengths"]), "k:", label="first token, uncached")
+    axes.plot(
+        values["lengths"], [values["ttft_uncached"]] * len(values["lengths"]), "k:", label="first token, uncached"
+    )
     axes.set(xscale="log", yscale="log", xlabel="generated tokens", ylabel="seconds")
     axes.legend()
 
@@ -117,7 +119,9 @@ def _hidden_tail(axes, values: Values) -> None:
     axes.set(ylabel="hit rate", ylim=(0, 1))
     axes.set_xticks(list(places), list(rows), rotation=30, ha="right")
     slow = axes.twinx()
-    slow.bar([i + 0.2 for i in places], [one["ttft_p50"] for one in rows.values()], 0.4, color="tab:red", label="TTFT P50")
+    slow.bar(
+        [i + 0.2 for i in places], [one["ttft_p50"] for one in rows.values()], 0.4, color="tab:red", label="TTFT P50"
+    )
     slow.set(ylabel="TTFT P50 in seconds")
     bars = [*axes.containers, *slow.containers]
     axes.legend(bars, [bar.get_label() for bar in bars])

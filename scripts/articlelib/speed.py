@@ -32,7 +32,7 @@ def without_cache(lab: Lab, world: World) -> dict[str, Any]:
     prompt, lengths = words.take(sizes.prompt_len), sizes.generated
     firsts: dict[str, list[float]] = {"cached": [], "uncached": []}
     world.serve(at_once([prompt], 4), off)  # touches memory for the first time
-    for _ in range(1 if world.is_simulated else sizes.pairs):
+    for _ in range(1 if world.is_simulated else 3 * lab.runs):
         firsts["cached"].append(world.serve(at_once([prompt], 2), off).mean("ttft"))
         firsts["uncached"].append(world.serve(at_once([prompt], 1), off).mean("ttft"))
     lab.tick()
@@ -57,7 +57,7 @@ def without_cache(lab: Lab, world: World) -> dict[str, Any]:
 def shared_prefix(lab: Lab, world: World) -> dict[str, Any]:
     """B9: all at once behind one prefix: cache off, cold (empty) and warm (the prefix is in it)."""
     sizes, ttft = _sizes(lab, world), {"off": [], "cold": [], "warm": []}
-    for run in range(1 if world.is_simulated else 1 if lab.quick else 3):
+    for run in range(1 if world.is_simulated else lab.runs):
         prompts = behind_prefix(world.vocab_size, sizes.shared_len, sizes.own_len, seed=run)
         first = list(itertools.islice(prompts, sizes.concurrent))
         prefix = first[0][: sizes.shared_len]
@@ -112,7 +112,7 @@ def unique_prompts(lab: Lab, world: World) -> dict[str, Any]:
     """
     sizes, ratios = _sizes(lab, world), []
     how = "host's time added to the device's" if world.is_simulated else "a CPU second" if lab.on_cpu else "a second"
-    for run in range((3 if world.is_simulated else sizes.pairs) + 1):  # the first is not counted
+    for run in range((3 if world.is_simulated else 3 * lab.runs) + 1):  # the first is not counted
         words = Words(world.vocab_size, run)
         prompts = [words.take(4 * sizes.own_len) for _ in range((1 if lab.on_cpu else 4) * sizes.concurrent)]
         host, wall = {}, {}
@@ -141,7 +141,7 @@ def block_sizes(lab: Lab, world: World) -> dict[str, Any]:
     outputs = 16 if lab.quick else 64
     prompts = [words.take(max(8, length - outputs)) for length in lengths]
     waste = {}
-    for run in range(2 if lab.quick else 4):
+    for run in range(1 + lab.runs):
         for size in sizes.block_sizes:
             setting = Setting(block_size=size, enable_prefix_caching=False, decode_steps=0)
             served = world.serve(at_once(prompts, outputs), setting)
@@ -172,7 +172,7 @@ def eager(lab: Lab, world: World) -> dict[str, Any]:
         words = Words(world.vocab_size)
         prompts, output_len = [words.take(32) for _ in range(rows)], 4 if lab.quick else 12
         runs: dict[str, list[float]] = {"eager": [], "compiled, C = 1": [], "compiled, C = 8": []}
-        for run in range(2 if lab.quick else 4):
+        for run in range(1 + lab.runs):
             for name, setting in (
                 ("eager", Setting(enforce_eager=True, enable_prefix_caching=False)),
                 ("compiled, C = 1", Setting(enable_prefix_caching=False)),
@@ -198,7 +198,7 @@ def full_pool(lab: Lab, world: World) -> dict[str, Any]:
     words = Words(world.vocab_size)
     prompts = [words.take(prompt_len) for _ in range(count)]
     rates: dict[str, list[float]] = {base: [], "int8": [], "fp8_e4m3": []}
-    for run in range(1 if world.is_simulated else 2 if lab.quick else 4):
+    for run in range(1 if world.is_simulated else 1 + lab.runs):
         for name, found in rates.items():
             gain = kv_bytes_per_token(model, base) / kv_bytes_per_token(model, name)
             room = None if blocks is None else int(blocks * gain)

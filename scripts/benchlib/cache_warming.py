@@ -48,7 +48,12 @@ class KnownPrompt:
         else:
             content = [*content, *reversed(content[-16:])] if asks else list(content)
         salt = {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
-        return {"model": model, "max_tokens": 1, "temperature": 0, "messages" if self.is_chat else "prompt": content} | salt
+        return {
+            "model": model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "messages" if self.is_chat else "prompt": content,
+        } | salt
 
 
 def read_prompts(path: pathlib.Path) -> list[KnownPrompt]:

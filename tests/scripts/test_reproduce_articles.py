@@ -390,13 +390,18 @@ def test_a_row_of_several_claims():
 
 def run(*arguments):
     command = [sys.executable, str(ROOT / "scripts" / "reproduce_articles.py"), *arguments]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.stdout else None, done.stderr
 
 
 def test_the_program_in_simulation(tmp_path):
-    code, document, error = run("--mode=simulation", "--quick", "--only=b4,A11,A12,B12,A14,B13", f"--plot={tmp_path}/new")
+    code, document, error = run(
+        "--mode=simulation", "--quick", "--only=b4,A11,A12,B12,A14,B13", f"--plot={tmp_path}/new"
+    )
     assert code == 0 and document["ok"], error
     rows = {result["row"]: result["verdict"] for result in document["results"] if result.get("metric") == "row"}
     assert rows == {
@@ -418,7 +423,9 @@ def test_mistakes_are_named():
 def test_the_program_on_tiny_engines():
     code, document, error = run("--mode=cpu", "--quick", "--only=A13")
     assert code == 0, error
-    real = [result for result in document["results"] if result.get("metric") == "part" and "machine" in result["engine"]]
+    real = [
+        result for result in document["results"] if result.get("metric") == "part" and "machine" in result["engine"]
+    ]
     assert [part["name"] for part in real] == ["restart"]
     # Four prompts of 96 tokens, each asked twice: the first user of each finds all of it only when it was warmed.
     assert real[0]["values"]["cold"]["cached_tokens"] < real[0]["values"]["warm"]["cached_tokens"] == 8 * 96

@@ -58,7 +58,11 @@ def test_a_log_without_token_ids_is_refused():
 
 
 def test_files_of_prompts(tmp_path):
-    lines = [{"messages": [{"role": "system", "content": "Be brief."}]}, {"prompt": "Hi", "cache_salt": "s"}, {"prompt": [1, 2]}]
+    lines = [
+        {"messages": [{"role": "system", "content": "Be brief."}]},
+        {"prompt": "Hi", "cache_salt": "s"},
+        {"prompt": [1, 2]},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     chat, text, ids = read_prompts(tmp_path / "a.jsonl")
     assert chat.path == "/v1/chat/completions" and chat.body("m")["messages"] == lines[0]["messages"]
@@ -94,7 +98,9 @@ def test_against_a_server(program, tmp_path):
     """The scripted engine finds half of every prompt, whatever came before."""
     server = program("serve.py", "--port=0")
     url = server.stdout.readline().split()[3]
-    (tmp_path / "p.jsonl").write_text('{"prompt": [10, 11, 12, 13, 14, 15, 16, 17]}\n{"messages": [{"role": "user", "content": "hello"}]}\n')
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": [10, 11, 12, 13, 14, 15, 16, 17]}\n{"messages": [{"role": "user", "content": "hello"}]}\n'
+    )
     code, document, error = warm(f"--prompts={tmp_path}/p.jsonl", f"--base_url={url}")
     assert code == 0, error
     first, second = document["results"]
@@ -111,7 +117,9 @@ def test_against_a_server(program, tmp_path):
 def test_the_first_users_of_the_demo_model_gain(tmp_path):
     from tests.support.demo_server import demo_server
 
-    system = "You are the clerk of a library. " + " ".join(f"Rule {i}: books of shelf {i} stay here." for i in range(25))
+    system = "You are the clerk of a library. " + " ".join(
+        f"Rule {i}: books of shelf {i} stay here." for i in range(25)
+    )
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": system}]}))
     with demo_server() as (url, _):
         code, document, error = warm(f"--prompts={tmp_path}/p.jsonl", f"--base_url={url}")
