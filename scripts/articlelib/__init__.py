@@ -1,1 +1,1 @@
-"""What `reproduce_articles.py` is made of: the articles' claims, what is measured for each, and the rules that judge them."""
+"""What `reproduce_articles.py` is made of: the articles' claims, what is measured for each, the rules that judge."""

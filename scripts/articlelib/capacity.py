@@ -1,4 +1,4 @@
-"""What the engine's plan says of capacity, for the rows that follow from it: B2 to B6, A4's capacity, A14's start lines."""
+"""What the engine's plan says of capacity, for the rows that follow from it: B2 to B6, parts of A4 and A14."""
 
 import random
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,5 @@
-"""The rows that get a verdict. A: an article on raising the hit rate of a served 7B model on an A100 with 40 GB; B: one on the
-basics of KV caches, 7B on an A100 with 80 GB.
+"""The rows that get a verdict. A: an article on raising the hit rate of a served 7B model on an A100 with 40 GB; B: one on
+the basics of KV caches, 7B on an A100 with 80 GB.
 """
 
 CLAIMS = {

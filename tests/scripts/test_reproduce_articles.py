@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from articlelib import judge_blocks as block_rules
 from articlelib import judge_cache as cache
 from articlelib import judge_capacity as room
+from articlelib import judge_load as load_rules
 from articlelib import judge_speed as pace
 from articlelib.claims import CLAIMS
 from articlelib.registry import PARTS
@@ -76,7 +78,7 @@ CASES = {
         ],
     ),
     "B7": (
-        cache.b7,
+        block_rules.b7,
         {"requests": 9, "finished": 9, "cut_short": 0, "refused": 0, "preemptions": 4, "pool_holds": 2, "max_num_seqs": 20},
         [REFUTED],
         [(("finished",), 8, [CONFIRMED]), (("cut_short",), 1, [CONFIRMED]), (("refused",), 1, [CONFIRMED])],
@@ -218,7 +220,7 @@ CASES = {
         [(("requests_per_second", "int8"), 17.5, [REFUTED])],
     ),
     "A9": (
-        cache.a9,
+        load_rules.a9,
         {
             "all": bucket(0.8, 0.05),
             "caller": {"chat": bucket(0.9, 0.04), "reports": bucket(0.0, 0.2)},
@@ -234,7 +236,7 @@ CASES = {
         ],
     ),
     "A10": (
-        cache.a10,
+        load_rules.a10,
         {
             "runs": {
                 "4": {"hit_rate": 0.9, "ttft": 5.0, "queue": 4.9}, "32": {"hit_rate": 0.9, "ttft": 0.1, "queue": 0.02},
@@ -248,7 +250,7 @@ CASES = {
         ],
     ),
     "A11": (
-        cache.a11,
+        load_rules.a11,
         {
             "runs": {"in front": served(0.02, 0.3), "behind": served(0.8, 0.1)},
             "found_at": 6, "planted_at": 6, "computed_before": 0.02, "computed_after": 0.8,
@@ -257,7 +259,7 @@ CASES = {
         [(("runs", "in front", "hit_rate"), 0.2, [REFUTED])],
     ),
     "A12": (
-        cache.a12,
+        block_rules.a12,
         {
             "allocations": 1_000_000, "pool": 4096, "failures": 0, "largest_after": 4096, "slowest_tenth": 1.1,
             "warm_prefix_left": {"0.5": 1.0, "2": 0.0},
@@ -266,7 +268,7 @@ CASES = {
         [(("failures",), 1, [CONFIRMED]), (("largest_after",), 4095, [CONFIRMED])],
     ),
     "A13": (
-        cache.a13,
+        load_rules.a13,
         {
             "cold": {"ttft": 0.2, "ttft_max": 0.3, "cached_tokens": 5}, "warm": {"ttft": 0.1, "ttft_max": 0.1, "cached_tokens": 9}
         },
@@ -274,7 +276,7 @@ CASES = {
         [(("warm", "ttft"), 0.19, [REFUTED])],
     ),
     "B12": (
-        lambda values: cache.b12_memory(values) + cache.b12_needle(values),
+        lambda values: block_rules.b12_memory(values) + block_rules.b12_needle(values),
         {
             "window": 128,
             "curves": {"full": {"100": 10, "2000": 200, "3000": 300}, "window": {"100": 10, "2000": 40, "3000": 40}},
@@ -298,7 +300,7 @@ CASES = {
         ],
     ),
     "B14": (
-        cache.b14,
+        block_rules.b14,
         {
             "gpus": 4,
             "kv_bytes_per_token": 400,
@@ -316,7 +318,7 @@ CASES = {
         ],
     ),
     "A14": (
-        lambda values: room.a14_plan(values) + cache.a14_ran(values),
+        lambda values: room.a14_plan(values) + block_rules.a14_ran(values),
         {
             "max_model_len": 4096, "told": 11, "fit": 11, "fit_half": 22, "length": 4096,
             "ran": {"told": True, "one_more": False, "half_as_long": True},
