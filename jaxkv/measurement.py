@@ -6,6 +6,7 @@ Flags `--json_only`, `--json_out` and `--quick` are the same for all of them. Ex
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from absl import app, flags, logging
 from rich.console import Console
 from rich.table import Table
 
-from jaxkv.core.errors import UserError
+from jaxkv.core.errors import ConfigError, UserError
 from jaxkv.flags import GROUPS, help_text, normalized
 
 SCHEMA = "jaxkv.result/1"
@@ -105,7 +106,7 @@ class Report:
             "ok": self.ok,
             "argv": sys.argv[1:],
             "versions": _versions(),
-            "device": _device() | {"load_at_start": self.load_at_start},
+            "device": device_facts() | {"load_at_start": self.load_at_start},
             "config": self.config,
             "results": self.results,
             "ratios": self.ratios,
@@ -143,6 +144,18 @@ class Report:
         self.console.print(table)
         load, cores = f"{self.load_at_start:.1f} before, {os.getloadavg()[0]:.1f} after", os.cpu_count()
         self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
+
+
+def check_plot(path: str | None) -> None:
+    """Before anything is measured: whether a plot that was asked for can be drawn. Raises ConfigError or AbsentError."""
+    if path is None:
+        return
+    if not path.endswith(".png"):
+        raise ConfigError(f"plot is {path!r}; its name must end in .png")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"plot is {path!r}, in a folder that does not exist")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
 
 
 def run(
@@ -217,7 +230,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _device() -> dict[str, Any]:
+def device_facts() -> dict[str, Any]:
+    """The machine: processor and load, and the accelerator where jax is loaded."""
     device: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     jax = sys.modules.get("jax")  # programs that simulate never import it
     if jax is not None:

@@ -12,17 +12,16 @@ biggest temporary the plan has a lower bound of it, and the cache is at most so 
 """
 
 import dataclasses
-import importlib.util
 import os
-import pathlib
 
 import jax
 from absl import flags, logging
 from articlelib.judge_capacity import verdicts
 from benchlib.capacity_points import Planner
 from benchlib.capacity_tables import draw, tell_formats, tell_start_lines, tell_sweep
+from benchlib.model_shapes import SHAPES, find_shape
 from gpulib.deviceless import missing
-from gpulib.step_programs import MODELS, biggest_temporary
+from gpulib.step_programs import biggest_temporary
 from rich.table import Table
 
 from jaxkv import measurement
@@ -35,8 +34,6 @@ from jaxkv.device import DEVICES, Device, local_device
 from jaxkv.execution.memory import available_memory
 from jaxkv.execution.programs import Programs
 from jaxkv.flags import define_engine_flags, engine_config
-from jaxkv.loading.resolve import resolve_model
-from jaxkv.loading.weights import load_config
 from pallas_kernels.kv_format import FORMATS
 
 _DEVICE = flags.DEFINE_list(
@@ -61,8 +58,6 @@ _ARTICLES = flags.DEFINE_bool("articles", None, "Two articles' figures beside ou
 _PLOT = flags.DEFINE_string("plot", None, "Write curves to this PNG; needs matplotlib (pip install -e '.[plot]').")
 define_engine_flags(model=None)
 
-# Whole models; --shards cuts them.
-SHAPES = {name: model for name, model in MODELS.items() if "/" not in name}
 # How gpulib describes them to the compiler.
 _TARGETS = {"h200": "h200", "h100": "h100", "a100-80g": "a100", "a100-40g": "a100"}
 
@@ -104,12 +99,7 @@ def _check_flags() -> None:
         raise ConfigError(f"device is {','.join(_DEVICE.value)!r}; it must be some of {', '.join(devices)}")
     if unknown := [name for name in _KV_CACHE_DTYPES.value if name not in FORMATS]:
         raise ConfigError(f"kv_cache_dtypes has {', '.join(unknown)}; there are: {', '.join(FORMATS)}")
-    if _PLOT.value is not None and not _PLOT.value.endswith(".png"):
-        raise ConfigError(f"plot is {_PLOT.value!r}; its name must end in .png")
-    if _PLOT.value is not None and not pathlib.Path(_PLOT.value).absolute().parent.is_dir():
-        raise ConfigError(f"plot is {_PLOT.value!r}, in a folder that does not exist")
-    if _PLOT.value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise measurement.AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
+    measurement.check_plot(_PLOT.value)
     if _TEMPORARIES.value == "compiler":
         if unknown := [name for name in _DEVICE.value if name not in (*_TARGETS, "detect")]:
             known = ", ".join((*_TARGETS, "detect"))
@@ -119,16 +109,11 @@ def _check_flags() -> None:
 
 
 def _models(config: EngineConfig) -> dict[str, ModelConfig]:
-    """By name: one of SHAPES, or what a config.json says; what exists on disk wins."""
+    """By name: see `find_shape`."""
     if config.model is None:
         return dict(SHAPES)
-    if not config.model:
-        raise ConfigError(f"model is empty: name a config.json, a folder, a repo id, demo, {' or '.join(SHAPES)}")
-    if config.model.lower() in SHAPES and not pathlib.Path(config.model).exists():
-        return {config.model.lower(): SHAPES[config.model.lower()]}
-    where = {"revision": config.revision, "download_dir": config.download_dir}
-    source = resolve_model(config.model, **where, config_only=True)
-    return {source.name: load_config(source)}
+    name, shape = find_shape(config)
+    return {name: shape}
 
 
 def _devices() -> tuple[dict[str, Device], dict[str, int]]:

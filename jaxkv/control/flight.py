@@ -28,7 +28,7 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
     """
     if result.step_id != step_id:
         raise RuntimeError(f"Expected the result of step {step_id}, got {result.step_id=}: results come in order")
-    telling = [flight for flight in flights if flight.has_result]
+    telling = [flight for flight in flights if flight.num_sampled or flight.num_prompt_logprobs]
     if len(telling) != len(result.rows):
         raise RuntimeError(f"Expected {len(telling)} rows from step {step_id}, got {len(result.rows)}")
     for flight, row in zip(telling, result.rows, strict=True):

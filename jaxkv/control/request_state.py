@@ -214,10 +214,10 @@ class RequestState:
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""
         prompt_logprobs = None
-        is_first = row is not None and self.num_generated_tokens == len(row.token_ids)
-        if is_first and self.sampling.prompt_logprobs is not None:
-            prompt_logprobs = (None, *self.prompt_logprobs)
-            self.prompt_logprobs = []
+        if self.sampling.prompt_logprobs is not None and row is not None:
+            if self.num_generated_tokens == len(row.token_ids):  # its first tokens
+                prompt_logprobs = (None, *self.prompt_logprobs)
+                self.prompt_logprobs = []
         return RequestOutput(
             self.request.request_id,
             () if row is None else row.token_ids,

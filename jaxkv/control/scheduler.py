@@ -387,6 +387,8 @@ class Scheduler:
         """Choose C and take the blocks that C steps need; 0 when nothing decodes."""
         if not decoding:
             return 0
+        if prefilling and not self.config.decode_steps:
+            return 1
         if self.config.decode_steps:
             num_steps = min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
         else:
@@ -435,7 +437,7 @@ class Scheduler:
         for flight in flights:
             state = flight.state
             state.num_plans_in_flight -= 1
-            row = next(rows) if flight.has_result else None
+            row = next(rows) if flight.num_sampled or flight.num_prompt_logprobs else None
             status = state.status
             if status is finished:
                 continue

@@ -10,7 +10,7 @@ from jaxkv.core.plan import Admission, PrefillChunk, StepPlan, StepResult, StepT
 from jaxkv.core.request import SamplingParams
 from jaxkv.execution import compile_watch
 from jaxkv.execution.logit_adjustments import pack_adjustments
-from jaxkv.execution.programs import Programs
+from jaxkv.execution.programs import Programs, ProgramShapes
 from jaxkv.execution.step_output import Owner, StepOutput, read_rows
 
 
@@ -52,6 +52,11 @@ class JaxExecutor:
         self._state = shapes.empty_state()
         self._sampling_of_row: dict[int, SamplingParams] = {}
         self._fail_on_recompile = fail_on_recompile
+
+    @property
+    def shapes(self) -> ProgramShapes:
+        """What the step functions were compiled for, their buckets above all."""
+        return self._programs.shapes
 
     def submit(self, plan: StepPlan) -> JaxStepHandle:
         compiled = compile_watch.compiled_here()

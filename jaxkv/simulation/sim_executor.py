@@ -10,6 +10,7 @@ from jaxkv.core.clock import SimulatedClock
 from jaxkv.core.plan import Admission, Masking, RowResult, StepPlan, StepResult, StepTiming
 from jaxkv.core.request import TokenLogprobs
 from jaxkv.core.token_constraint import allows
+from jaxkv.core.unseen_tokens import UnseenTokens
 from jaxkv.simulation.cost_model import CostModel
 
 
@@ -22,6 +23,7 @@ class _SimRow:
       num_emitted: tokens since admission.
       active: the last prefill chunk has run, and the row has neither stopped nor used up its budget.
       mask: what may be chosen; empty for anything.
+      is_unseen: nobody knows its prompt, and nobody looks at its tokens: all are 0.
     """
 
     admission: Admission
@@ -29,6 +31,7 @@ class _SimRow:
     num_emitted: int = 0
     active: bool = False
     mask: bytes = b""
+    is_unseen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class SimExecutor:
         for chunk in plan.prefill:
             row, result = self._rows[chunk.row], RowResult(chunk.request_id, ())
             if chunk.is_last:
+                row.is_unseen = isinstance(chunk.token_ids, UnseenTokens)
                 row.position = chunk.start + len(chunk.token_ids)
                 row.active = True
                 result = self._run_row(chunk.request_id, row, 1)
@@ -103,6 +107,8 @@ class SimExecutor:
     def _run_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
         """Sample up to num_steps tokens; none if the row is inactive."""
         tokens = []
+        if row.is_unseen and not row.admission.stop_ids:
+            return self._run_unseen_row(request_id, row, num_steps)
         num_steps = 1 if row.admission.masking is Masking.EACH_TOKEN else num_steps
         stopped = exhausted = False
         while row.active and len(tokens) < num_steps:
@@ -114,6 +120,17 @@ class SimExecutor:
             exhausted = row.num_emitted == row.admission.max_new_tokens
             row.active = not (stopped or exhausted)
         return RowResult(request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
+
+    def _run_unseen_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
+        """Nothing but the budget ends it."""
+        if not row.active:
+            return RowResult(request_id, ())
+        left = row.admission.max_new_tokens - row.num_emitted
+        count = num_steps if num_steps < left else left
+        row.position += count
+        row.num_emitted += count
+        row.active = count < left
+        return RowResult(request_id, (0,) * count, False, count == left)
 
     def _logprobs(self, token: int) -> TokenLogprobs:
         """Of a model that knows nothing: all tokens are alike."""

@@ -7,6 +7,7 @@ import pytest
 from jaxkv.control.validation import checked_request, checked_sampling
 from jaxkv.core.errors import RequestError
 from jaxkv.core.request import Request, SamplingParams, StructuredOutputs
+from jaxkv.core.unseen_tokens import UnseenTokens
 
 LIMITS = {"vocab_size": 100, "max_model_len": 64, "max_logprobs": 5}
 WRONG = {
@@ -98,3 +99,18 @@ def test_fields_of_a_request_are_checked_by_type(name, value):
     with pytest.raises(RequestError, match=f"^{name} is") as error:
         checked_request(dataclasses.replace(GOOD, **{name: value}), **LIMITS)
     assert error.value.param == name
+
+
+def test_unseen_tokens_are_for_simulations_alone():
+    """No server can be made to compute a prompt that nobody knows, nor to share blocks by names that a caller made up."""
+    unseen = Request("a", UnseenTokens(20), SamplingParams(), block_names=(b"x",))
+    assert checked_request(unseen, **LIMITS, unseen_tokens=True).block_names == (b"x",)
+    with pytest.raises(RequestError) as refused:
+        checked_request(unseen, **LIMITS)
+    assert refused.value.param == "prompt_token_ids"
+    for allowed in (False, True):
+        with pytest.raises(RequestError) as refused:
+            checked_request(Request("a", (1, 2), SamplingParams(), block_names=(b"x",)), **LIMITS, unseen_tokens=allowed)
+        assert refused.value.param == "block_names"
+    with pytest.raises(RequestError, match="maximum context length is 64"):
+        checked_request(Request("a", UnseenTokens(64), SamplingParams()), **LIMITS, unseen_tokens=True)

@@ -44,7 +44,7 @@ def test_times_of_one_request_by_hand():
     assert (metrics.queue_time, metrics.ttft, metrics.e2e) == (0.0, 1.0, 9.0)
     assert (metrics.tpot, report.duration) == (1.0, 9.0)
     assert report.output_tokens_per_second == 1.0
-    assert report.ttft == LatencySummary(1, 1.0, 1.0, 1.0, 1.0)
+    assert report.ttft == LatencySummary(1, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def test_a_request_that_arrives_during_a_call_is_seen_when_it_ends():

@@ -99,7 +99,7 @@ def test_a_chunk_that_is_not_the_last_samples_nothing():
     plan = dataclasses.replace(plan, prefill=(dataclasses.replace(plan.prefill[0], is_last=False),))
     assert executor.submit(plan).result().rows == ()
     assert executor.submit(decode(1, 4)).result().rows[0].token_ids == ()
-    assert cost_model.shapes[0] == PlanShape(3, 0, 0, 0, 0)
+    assert cost_model.shapes[0] == PlanShape(3, 0, 0, 0, 0, prefill_pairs=1 + 2 + 3)
 
 
 def test_steps_run_one_after_another_and_reading_moves_the_clock():
