@@ -6,7 +6,7 @@ from typing import Any
 
 from articlelib.driver import Served
 from articlelib.lab import Lab
-from articlelib.workloads import customer_service, requests_per_session
+from articlelib.workloads import customer_service, session_rate_for
 from articlelib.worlds import Setting, World
 
 SHORT, LONG = 30, 500
@@ -40,8 +40,10 @@ class Service:
             "think": self.think,
         }
         probe = customer_service(world.vocab_size, session_rate=1.0, **shape)
-        rate = requests_per_second / requests_per_session(probe)
-        return world.serve(customer_service(world.vocab_size, session_rate=rate, **shape), setting)
+        rate = session_rate_for(probe, requests_per_second)
+        sessions = customer_service(world.vocab_size, session_rate=rate, **shape)
+        # A real engine serves so few that it waits for all.
+        return world.serve(sessions, setting, closes=world.is_simulated)
 
     def capacity(self, world: World, setting: Setting, system_len: int) -> float:
         """Requests a second under overload."""
@@ -51,7 +53,7 @@ class Service:
 
 
 # The think time puts the first setting's hit rate where the article has it, under a fifth.
-A100 = Service(num_sessions=600, overload=80.0, think=120.0)
+A100 = Service(num_sessions=600, overload=80.0, think=60.0)
 
 
 SCALED_DOWN = Service(num_sessions=40, overload=1e4, think=1.0, shrinks=4)

@@ -107,12 +107,15 @@ class Served:
         return percentile(self.times(what), q)
 
 
-def serve(engine: Engine, sessions: Sequence[Session], wait_until: Callable[[float], None]) -> Served:
+def serve(
+    engine: Engine, sessions: Sequence[Session], wait_until: Callable[[float], None], *, closes: bool = False
+) -> Served:
     """Serve all sessions to their end.
 
     Args:
       engine: fresh, so that its counters are those of this run; it must keep all finished requests (window None).
       wait_until: lets time pass until a moment of the engine's clock.
+      closes: who would ask again after the last session has arrived does not, so that the load stays what it was.
 
     Raises RuntimeError: the engine failed.
     """
@@ -122,7 +125,7 @@ def serve(engine: Engine, sessions: Sequence[Session], wait_until: Callable[[flo
         heapq.heappush(due, (start + session.arrival, next(numbers), i, ()))
     turns, running, refused = [0] * len(sessions), {}, []
     callers, outputs = {}, {}
-    last = start
+    last, arrivals_end = start, start + max(session.arrival for session in sessions)
     while due or engine.has_work():
         if not engine.has_work():
             wait_until(max(due[0][0], engine.clock.now()))
@@ -145,8 +148,9 @@ def serve(engine: Engine, sessions: Sequence[Session], wait_until: Callable[[flo
             turns[i] += 1
             last = engine.clock.now()
             if turns[i] < len(sessions[i].turns):
-                think = sessions[i].turns[turns[i]].think
-                heapq.heappush(due, (last + think, next(numbers), i, prompt + outputs[output.request_id]))
+                when = last + sessions[i].turns[turns[i]].think
+                if not closes or when <= arrivals_end:
+                    heapq.heappush(due, (when, next(numbers), i, prompt + outputs[output.request_id]))
         if engine.failed is not None:
             raise RuntimeError(f"the engine failed: {engine.failed}")
     stats = engine.stats
@@ -155,7 +159,7 @@ def serve(engine: Engine, sessions: Sequence[Session], wait_until: Callable[[flo
         refused=tuple(refused),
         start=start,
         seconds=last - start,
-        arrivals_end=start + max(session.arrival for session in sessions),
+        arrivals_end=arrivals_end,
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
         computed_tokens=stats.computed_tokens,

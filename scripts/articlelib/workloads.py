@@ -40,7 +40,7 @@ def customer_service(
     system_len: int,
     question: tuple[int, int] = (60, 260),
     answer: tuple[int, int] = (30, 90),
-    think: float = 120.0,
+    think: float = 60.0,
     goes_on: float = 0.4,
     most_turns: int = 5,
     seed: int = 0,
@@ -62,8 +62,33 @@ def customer_service(
     return sessions
 
 
-def requests_per_session(sessions: list[Session]) -> float:
-    return sum(len(session.turns) for session in sessions) / len(sessions)
+def session_rate_for(sessions: list[Session], requests_per_second: float, answer_seconds: float = 1.0) -> float:
+    """Sessions a second at which the requests come as often as asked for in the second half of the time in which sessions
+    arrive: before that, few have come back.
+
+    Args:
+      sessions: made at one a second; at another rate their arrivals are as many times closer, and people think as long.
+      answer_seconds: that answers take, roughly.
+    """
+    end = sessions[-1].arrival
+    waits = [
+        list(itertools.accumulate([0.0, *(answer_seconds + turn.think for turn in session.turns[1:])]))
+        for session in sessions
+    ]
+
+    def offered(rate: float) -> float:
+        count = sum(
+            end / rate / 2 < session.arrival / rate + wait <= end / rate
+            for session, of_session in zip(sessions, waits, strict=True)
+            for wait in of_session
+        )
+        return count / (end / rate / 2)
+
+    low, high = 0.0, requests_per_second
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if offered(middle) < requests_per_second else (low, middle)
+    return high
 
 
 def single(

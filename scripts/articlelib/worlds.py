@@ -61,8 +61,8 @@ class World(Protocol):
     vocab_size: int
     max_model_len: int
 
-    def serve(self, sessions: Sequence[Session], setting: Setting) -> Served:
-        """With an engine of its own and an empty cache."""
+    def serve(self, sessions: Sequence[Session], setting: Setting, *, closes: bool = False) -> Served:
+        """With an engine of its own and an empty cache; `closes` as in `driver.serve`."""
         ...
 
     def num_blocks(self, setting: Setting) -> int:
@@ -132,9 +132,9 @@ class SimulatedWorld:
         executor = SimExecutor(limits, cost_model, clock, vocab_size=self.vocab_size)
         return Engine(executor, config, clock=clock, stats=EngineStats(window=None)), clock
 
-    def serve(self, sessions: Sequence[Session], setting: Setting) -> Served:
+    def serve(self, sessions: Sequence[Session], setting: Setting, *, closes: bool = False) -> Served:
         engine, clock = self.engine(setting)
-        return serve(engine, sessions, clock.advance_to)
+        return serve(engine, sessions, clock.advance_to, closes=closes)
 
 
 class _Limited:
@@ -194,7 +194,7 @@ class RealWorld:
             return min(pool, setting.num_blocks)
         return pool if self._scaled_from is None else min(pool, self._scaled_from(setting))
 
-    def serve(self, sessions: Sequence[Session], setting: Setting) -> Served:
+    def serve(self, sessions: Sequence[Session], setting: Setting, *, closes: bool = False) -> Served:
         base = self.started(setting).engine
         limits = {"num_blocks": self.num_blocks(setting) + 1}
         if setting.max_num_seqs is not None:
@@ -206,7 +206,7 @@ class RealWorld:
         config = dataclasses.replace(base.scheduler.config, **fields)
         gc.collect()  # one run's garbage is not collected in another's time
         engine = Engine(executor, config, clock=base.clock, stats=EngineStats(window=None))
-        return serve(engine, sessions, lambda when: time.sleep(max(0.0, when - base.clock.now())))
+        return serve(engine, sessions, lambda when: time.sleep(max(0.0, when - base.clock.now())), closes=closes)
 
     def close(self) -> None:
         self._started.clear()
