@@ -422,6 +422,7 @@ def test_mistakes_are_named():
     assert (code, document) == (2, None) and "only has C3; there are B1, B2" in error
 
 
+@pytest.mark.slow
 def test_the_program_on_tiny_engines():
     code, document, error = run("--mode=cpu", "--quick", "--only=A13")
     assert code == 0, error
