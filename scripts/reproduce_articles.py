@@ -151,7 +151,8 @@ def _layers(lab: Lab, config: EngineConfig, folder: pathlib.Path) -> RealWorld:
     config = dataclasses.replace(config, model=str(path), max_num_seqs=rows)
     if on_cpu:
         config = dataclasses.replace(config, num_gpu_blocks_override=256 if quick else 1024)
-    pool = scaled_down_pool(lab.serving.num_blocks) if on_cpu else None
+    plan = lab.serving.num_blocks
+    pool = scaled_down_pool(plan) if on_cpu else plan
     return RealWorld(f"{layers} random layers on this machine", config, _start, pool)
 
 

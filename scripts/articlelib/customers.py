@@ -59,9 +59,12 @@ A100 = Service(num_sessions=600, overload=80.0, think=60.0)
 SCALED_DOWN = Service(num_sessions=40, overload=1e4, think=1.0, shrinks=4)
 """For a real engine on a CPU. Its pool is as much smaller against what the users' histories take as the A100's."""
 
+ON_GPU = Service(num_sessions=400, overload=1e4, think=2.0)
+"""For a real engine on a GPU, with the pool that the A100 would have."""
+
 
 def service(lab: Lab, world: World) -> Service:
-    of_world = A100 if world.is_simulated or not lab.on_cpu else SCALED_DOWN
+    of_world = A100 if world.is_simulated else SCALED_DOWN if lab.on_cpu else ON_GPU
     return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 2) if lab.quick else of_world
 
 
