@@ -24,7 +24,6 @@ import jax
 from absl import flags, logging
 from articlelib.claims import CLAIMS
 from articlelib.cost_models import of_roofline
-from articlelib.customers import scaled_down_pool
 from articlelib.lab import FULL, QUICK, SMALL, Lab
 from articlelib.registry import PARTS, REAL, Part
 from articlelib.verdict import Verdict, not_measured, of_row
@@ -151,9 +150,7 @@ def _layers(lab: Lab, config: EngineConfig, folder: pathlib.Path) -> RealWorld:
     config = dataclasses.replace(config, model=str(path), max_num_seqs=rows)
     if on_cpu:
         config = dataclasses.replace(config, num_gpu_blocks_override=256 if quick else 1024)
-    plan = lab.serving.num_blocks
-    pool = scaled_down_pool(plan) if on_cpu else plan
-    return RealWorld(f"{layers} random layers on this machine", config, _start, pool)
+    return RealWorld(f"{layers} random layers on this machine", config, _start)
 
 
 def _start(config: EngineConfig):

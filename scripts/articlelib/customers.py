@@ -23,13 +23,15 @@ class Service:
 
     Attributes:
       overload: requests a second that no setting carries.
-      shrinks: all lengths are divided by it, and the pool with them.
+      shrinks: all lengths are divided by it.
+      pool: blocks of a real engine, where a simulated one has its own.
     """
 
     num_sessions: int
     overload: float
     think: float
     shrinks: int = 1
+    pool: Callable[[Setting], int] | None = None
 
     def serve(self, world: World, setting: Setting, system_len: int, requests_per_second: float) -> Served:
         shape = {
@@ -42,6 +44,8 @@ class Service:
         probe = customer_service(world.vocab_size, session_rate=1.0, **shape)
         rate = session_rate_for(probe, requests_per_second)
         sessions = customer_service(world.vocab_size, session_rate=rate, **shape)
+        if self.pool is not None:
+            setting = dataclasses.replace(setting, num_blocks=self.pool(setting))
         # A real engine serves so few that it waits for all.
         return world.serve(sessions, setting, closes=world.is_simulated)
 
@@ -57,21 +61,21 @@ A100 = Service(num_sessions=600, overload=80.0, think=60.0)
 
 
 SCALED_DOWN = Service(num_sessions=40, overload=1e4, think=1.0, shrinks=4)
-"""For a real engine on a CPU. Its pool is as much smaller against what the users' histories take as the A100's."""
+"""For a real engine on a CPU."""
 
 ON_GPU = Service(num_sessions=400, overload=1e4, think=2.0)
-"""For a real engine on a GPU, with the pool that the A100 would have."""
+"""For a real engine on a GPU."""
 
 
 def service(lab: Lab, world: World) -> Service:
-    of_world = A100 if world.is_simulated else SCALED_DOWN if lab.on_cpu else ON_GPU
+    if world.is_simulated:
+        of_world = A100
+    elif lab.on_cpu:
+        # Enough for the rows to run, too little for all histories.
+        of_world = dataclasses.replace(SCALED_DOWN, pool=lambda setting: max(64, lab.serving.num_blocks(setting) // 24))
+    else:
+        of_world = dataclasses.replace(ON_GPU, pool=lab.serving.num_blocks)
     return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 2) if lab.quick else of_world
-
-
-def scaled_down_pool(plan: Callable[[Setting], int]) -> Callable[[Setting], int]:
-    """Blocks of a real engine for the blocks that the A100's plan has: enough to run, and too few for all histories."""
-    least = 16  # rows of the first setting, each with a prompt of a few blocks
-    return lambda setting: max(4 * least, plan(setting) // 24)
 
 
 def figures(served: Served) -> dict[str, float]:

@@ -154,18 +154,10 @@ class RealWorld:
 
     is_simulated = False
 
-    def __init__(
-        self,
-        name: str,
-        config: EngineConfig,
-        start: "Callable[[EngineConfig], StartedEngine]",
-        scaled_from: "Callable[[Setting], int] | None" = None,
-    ):
-        """`scaled_from`: blocks that stand for a gpu_memory_utilization; None: the whole pool, whatever is asked for."""
+    def __init__(self, name: str, config: EngineConfig, start: "Callable[[EngineConfig], StartedEngine]"):
         self.name = name
         self.config = config
         self._start = start
-        self._scaled_from = scaled_from
         self._started: dict[tuple, StartedEngine] = {}
 
     def started(self, setting: Setting = Setting()) -> "StartedEngine":
@@ -190,9 +182,7 @@ class RealWorld:
 
     def num_blocks(self, setting: Setting) -> int:
         pool = self.started(setting).memory.num_blocks
-        if setting.num_blocks is not None:
-            return min(pool, setting.num_blocks)
-        return pool if self._scaled_from is None else min(pool, self._scaled_from(setting))
+        return pool if setting.num_blocks is None else min(pool, setting.num_blocks)
 
     def serve(self, sessions: Sequence[Session], setting: Setting, *, closes: bool = False) -> Served:
         base = self.started(setting).engine
