@@ -16,7 +16,7 @@ import os
 
 import jax
 from absl import flags, logging
-from benchlib.article_capacity import verdicts
+from articlelib.judge_capacity import verdicts
 from benchlib.capacity_points import Planner
 from benchlib.capacity_tables import draw, tell_formats, tell_start_lines, tell_sweep
 from benchlib.model_shapes import SHAPES, find_shape

@@ -9,7 +9,8 @@ import sys
 import textwrap
 
 import pytest
-from benchlib.article_capacity import num_that_fit, verdicts
+from articlelib.capacity import num_that_fit
+from articlelib.judge_capacity import verdicts
 from gpulib.deviceless import missing
 from gpulib.step_programs import MODELS
 
