@@ -33,9 +33,9 @@ def store(ref, x: jax.Array) -> None:
         ref[...] = x
 
 
-def kernel(body, *, out_shape, grid: dict[str, int], scratch: list, name: str, interpret=False):
-    """plgpu.kernel over a grid of named axes, with fast 2^x."""
-    options = {} if interpret is False else {"interpret": interpret}
+def kernel(body, *, out_shape, grid: dict[str, int], scratch: list, name: str, interpret: bool):
+    """plgpu.kernel over a grid of named axes, with fast 2^x; interpreted, it looks for races too."""
+    options = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if interpret else {}
     return plgpu.kernel(
         body,
         out_type=out_shape,

@@ -40,9 +40,9 @@ def decode_attention(
     kv_starts: jax.Array | None = None,
     plan: SplitPlan | None = None,
     *,
-    interpret=False,
+    interpret: bool = False,
 ) -> AttentionOutput:
-    """Products are taken in the stored dtype, sums in float32. `interpret`: an InterpretGPUParams."""
+    """Products are taken in the stored dtype, sums in float32."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
     if reason := mosaic_compat.unavailable():
@@ -61,7 +61,8 @@ def decode_attention(
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     items = plan.row.shape[0]
     tile = jax.ShapeDtypeStruct((TILE, head_dim), kv.k.dtype)
-    ring = RingShape(num_stages(head_dim), TILE, block_size, tile, tile, mosaic_compat.compute_capability() >= (9, 0))
+    has_tma = interpret or mosaic_compat.compute_capability() >= (9, 0)
+    ring = RingShape(num_stages(head_dim), TILE, block_size, tile, tile, has_tma)
     out, lse = mosaic_compat.kernel(
         functools.partial(_attend_item, options=options, ring_shape=ring),
         out_shape=(
