@@ -46,4 +46,3 @@ def kernel(body, *, out_shape, grid: dict[str, int], scratch: list, name: str, i
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
     )
-

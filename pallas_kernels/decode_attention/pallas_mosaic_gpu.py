@@ -135,8 +135,8 @@ def _attend_item(
         def spread(x, shape):
             return jax.lax.broadcast_in_dim(x, shape, (1,))
 
-        def seen(first, shape):
-            position = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=by_row)
+        def seen(first, shape, layout):
+            position = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
             return (position >= start) & (position < end)
 
         first = jax.lax.div(start, jnp.int32(TILE))
@@ -165,7 +165,7 @@ def _attend_item(
             if options.soft_cap:
                 logits = options.soft_cap * _LOG2_E * jnp.tanh(logits * (options.scale / options.soft_cap))
             if not is_whole:
-                logits = jnp.where(seen(position, logits.shape), logits, -jnp.inf)
+                logits = jnp.where(seen(position, logits.shape, by_row), logits, -jnp.inf)
             m_new = jnp.maximum(m, jnp.max(logits, axis=0) * to_log2)
             shrink = jnp.exp2(m - m_new)
             p = jnp.exp2(logits * to_log2 - spread(m_new, logits.shape))
@@ -174,11 +174,7 @@ def _attend_item(
             ring.wait_values(index)
             values = ring.values(index)
             if not is_whole:
-                # An unseen slot may hold anything, and 0 * NaN is NaN. Some channels at a time: all are many registers.
-                for channel in range(0, head_dim, 64):
-                    some = values.at[:, pl.ds(channel, 64)]
-                    stored = plgpu.load(some, layout=by_row)
-                    some[...] = jnp.where(seen(position, stored.shape), stored, jnp.zeros_like(stored))
+                _zero_unseen(values, position, seen)
                 ring.release_writes()
             p = plgpu.load(p_ref, layout=right)
             turned = plgpu.load(values.transpose((1, 0)), layout=left)
@@ -193,7 +189,11 @@ def _attend_item(
 
         starts_inside = (jax.lax.rem(start, jnp.int32(TILE)) != 0) & (count > 1)
         stretches = jnp.minimum(count, 1) + starts_inside.astype(jnp.int32)
-        sums = full((columns,), _NO_KEY, by_column), full((TILE, columns), 0, by_row), full((head_dim, columns), 0, by_row)
+        sums = (
+            full((columns,), _NO_KEY, by_column),
+            full((TILE, columns), 0, by_row),
+            full((head_dim, columns), 0, by_row),
+        )
         _, m, l, acc = jax.lax.fori_loop(0, stretches, attend_up_to, (jnp.int32(0), *sums))
         ring.drain()
         l = jnp.sum(l, axis=0)
@@ -203,6 +203,19 @@ def _attend_item(
         store(out_ref.at[item, kv_head].transpose((1, 0)), turned)
         lse = (m + jnp.log2(jnp.maximum(l, 1e-30))) * math.log(2)
         store(lse_ref.at[item, kv_head], jnp.where(l > 0, lse, -jnp.inf))
+
+
+def _zero_unseen(values, position, seen) -> None:
+    """Clear the slots of a tile that are not seen: they may hold anything, and 0 * NaN is NaN.
+
+    A quarter of a tile of 128 channels at a time, or it would take more registers than all the rest.
+    """
+    layout = plgpu.Layout.MMA_ACC(values.dtype, m_warps=2)
+    for row in range(0, values.shape[0], 32):
+        for channel in range(0, values.shape[1], 64):
+            some = values.at[pl.ds(row, 32), pl.ds(channel, 64)]
+            stored = plgpu.load(some, layout=layout)
+            some[...] = jnp.where(seen(position + row, stored.shape, layout), stored, jnp.zeros_like(stored))
 
 
 def _merge_items(first_item_ref, part_ref, part_lse_ref, out_ref, lse_ref):

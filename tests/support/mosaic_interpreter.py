@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.primitives import mma_p
 from jax.interpreters import mlir
