@@ -1,16 +1,31 @@
 """Which implementation of the operations runs: named, or chosen once.
 
 A named implementation runs or raises with the reason; unset, the first supported one of PREFERENCE is taken. Nothing
-falls back silently.
+falls back silently. `pallas_mosaic_gpu` has kernels for some operations only (MOSAIC_OPERATIONS), runs the others with the
+Triton kernels, and says so.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+from pallas_kernels import mosaic_compat
 from pallas_kernels.triton_compat import MAX_ONE_BYTE_ELEMENTS
 
+# Triton before Mosaic GPU, on every architecture and for every format: neither has been timed on a GPU, and this one has
+# kernels for all operations.
 PREFERENCE = ("pallas_triton", "xla")
-ALL = ("pallas_triton", "pallas_triton_interpreted", "xla", "reference")
+ALL = (
+    "pallas_triton",
+    "pallas_triton_interpreted",
+    "pallas_mosaic_gpu",
+    "pallas_mosaic_gpu_interpreted",
+    "xla",
+    "reference",
+)
+
+OPERATIONS = ("decode_attention", "prefill_attention", "kv_write", "block_copy")
+# Those with kernels in Mosaic GPU, and the formats that these read.
+MOSAIC_OPERATIONS = {"decode_attention": ("bfloat16", "float16")}
 
 # Tensor cores take 16 rows of bfloat16, and asynchronous copies and the instructions the kernels use begin with Ampere.
 _LEAST_CAPABILITY = (8, 0)
@@ -45,6 +60,15 @@ class Configuration:
     kv_format: str
 
 
+def backend(operation: str, implementation: str) -> str:
+    """The implementation of one of OPERATIONS that runs under a name of ALL."""
+    if implementation not in ALL:
+        raise ValueError(f"unknown implementation {implementation!r}; known: {', '.join(ALL)}")
+    if implementation.startswith("pallas_mosaic_gpu") and operation not in MOSAIC_OPERATIONS:
+        return implementation.replace("pallas_mosaic_gpu", "pallas_triton")
+    return implementation
+
+
 def supports(implementation: str, configuration: Configuration) -> Support:
     """Whether `implementation` can run on this configuration, and why or why not."""
     block_size = configuration.block_size
@@ -58,14 +82,24 @@ def supports(implementation: str, configuration: Configuration) -> Support:
         return Support(True, "runs on any device")
     if reason := _not_for_triton(configuration):
         return Support(False, reason)
-    if implementation == "pallas_triton_interpreted":
-        return Support(True, "the GPU kernels in Pallas' interpreter, anywhere and slowly: for tests")
+    is_mosaic = implementation.startswith("pallas_mosaic_gpu")
+    if is_mosaic and (reason := _not_for_mosaic(configuration)):
+        return Support(False, reason)
+    kernels = f"GPU kernels{_shared_out() if is_mosaic else ''}"
+    if implementation.endswith("_interpreted"):
+        return Support(True, f"the {kernels} in Pallas' interpreter, anywhere and slowly: for tests")
     if configuration.platform != "cuda":
         return Support(False, f"needs an NVIDIA GPU, and this is {configuration.platform}")
     if configuration.capability is None or configuration.capability < _LEAST_CAPABILITY:
         found = "an unknown one" if configuration.capability is None else "{}.{}".format(*configuration.capability)
         return Support(False, f"needs compute capability 8.0 (Ampere) or newer, and this GPU has {found}")
-    return Support(True, "GPU kernels for compute capability {}.{}".format(*configuration.capability))
+    return Support(True, "{} for compute capability {}.{}".format(kernels, *configuration.capability))
+
+
+def _shared_out() -> str:
+    """Which operations are whose, where the name does not tell."""
+    others = [operation for operation in OPERATIONS if operation not in MOSAIC_OPERATIONS]
+    return f" ({', '.join(MOSAIC_OPERATIONS)} in Mosaic GPU; {', '.join(others)} in Triton)"
 
 
 def _not_for_triton(configuration: Configuration) -> str | None:
@@ -82,6 +116,18 @@ def _not_for_triton(configuration: Configuration) -> str | None:
         return f"at most {_MOST_GROUP} query heads may share a KV head, not {configuration.group}"
     if configuration.kv_format not in _TRITON_FORMATS:
         return f"the KV format must be one of {', '.join(_TRITON_FORMATS)}, not {configuration.kv_format}"
+    return None
+
+
+def _not_for_mosaic(configuration: Configuration) -> str | None:
+    """What the Mosaic GPU kernels can't do of a configuration that the Triton kernels can."""
+    if reason := mosaic_compat.unavailable():
+        return reason
+    if configuration.head_dim % 64:
+        return f"head_dim must be a multiple of 64, the rows of a warpgroup's tile, not {configuration.head_dim}"
+    for operation, formats in MOSAIC_OPERATIONS.items():
+        if configuration.kv_format not in formats:
+            return f"the KV format of {operation} must be one of {', '.join(formats)}, not {configuration.kv_format}"
     return None
 
 
@@ -106,6 +152,6 @@ def resolve(implementation: str | None, configuration: Configuration) -> tuple[s
 
 def max_blocks(implementation: str, *, num_kv_heads: int, block_size: int, head_dim: int, kv_format: str) -> int | None:
     """Most blocks a layer's pool may have, the null block included; None: as many as fit the memory."""
-    if not implementation.startswith("pallas_triton") or kv_format != "int8":
+    if not implementation.startswith("pallas_") or kv_format != "int8":
         return None
     return MAX_ONE_BYTE_ELEMENTS // (num_kv_heads * block_size * head_dim)

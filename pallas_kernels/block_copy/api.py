@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from pallas_kernels import dispatch
 from pallas_kernels.block_copy import pallas_triton, reference, xla
 from pallas_kernels.layer_kv import LayerKV
 
@@ -24,4 +25,5 @@ def block_copy(
       src, dst, num_tokens: i32[X]; all reads happen before all writes. Padding is (0, 0, 0). `dst` entries are distinct
         but for padding.
     """
-    return _IMPLEMENTATIONS[implementation](kv, src, dst, num_tokens)
+    run = _IMPLEMENTATIONS[dispatch.backend("block_copy", implementation)]
+    return run(kv, src, dst, num_tokens)

@@ -4,9 +4,10 @@ import functools
 
 import jax
 
+from pallas_kernels import dispatch
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, add_sinks
-from pallas_kernels.decode_attention import pallas_triton, reference, xla
+from pallas_kernels.decode_attention import pallas_mosaic_gpu, pallas_triton, reference, xla
 from pallas_kernels.decode_attention import plan as planning
 from pallas_kernels.decode_attention.plan import SplitPlan
 from pallas_kernels.layer_kv import LayerKV
@@ -14,6 +15,8 @@ from pallas_kernels.layer_kv import LayerKV
 _IMPLEMENTATIONS = {
     "pallas_triton": pallas_triton.decode_attention,
     "pallas_triton_interpreted": functools.partial(pallas_triton.decode_attention, interpret=True),
+    "pallas_mosaic_gpu": pallas_mosaic_gpu.decode_attention,
+    "pallas_mosaic_gpu_interpreted": functools.partial(pallas_mosaic_gpu.decode_attention, interpret=True),
     "xla": xla.decode_attention,
     "reference": reference.decode_attention,
 }
@@ -31,7 +34,7 @@ def plan_decode(
 ) -> SplitPlan | None:
     """What calls of `decode_attention` with these arguments share: all layers of a step with the same window. None for
     implementations that have no use for it. See plan.plan_decode for `chunk`."""
-    if not implementation.startswith("pallas_triton"):
+    if not implementation.startswith("pallas_"):
         return None
     capacity = block_table.shape[1] * kv.block_size
     return planning.plan_decode(
@@ -72,5 +75,6 @@ def decode_attention(
     if kv_starts is not None and kv_starts.shape != (num_rows,):
         raise ValueError(f"Expected {kv_starts.shape=} to have the rows of {q.shape=}")
     planned = {} if plan is None else {"plan": plan}
-    output = _IMPLEMENTATIONS[implementation](q, kv, block_table, seq_lens, options, kv_starts, **planned)
+    attend = _IMPLEMENTATIONS[dispatch.backend("decode_attention", implementation)]
+    output = attend(q, kv, block_table, seq_lens, options, kv_starts, **planned)
     return add_sinks(output, sinks)

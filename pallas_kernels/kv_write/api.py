@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from pallas_kernels import dispatch
 from pallas_kernels.kv_write import pallas_triton, reference, xla
 from pallas_kernels.layer_kv import LayerKV
 
@@ -30,4 +31,5 @@ def kv_write(kv: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array, *, imple
     expected = (slots.shape[0], kv.num_kv_heads, kv.head_dim)
     if k.shape != expected or v.shape != expected:
         raise ValueError(f"Expected {k.shape=} and {v.shape=} to equal {expected=} for {kv.k.shape=}, {slots.shape=}")
-    return _IMPLEMENTATIONS[implementation](kv, k, v, slots)
+    run = _IMPLEMENTATIONS[dispatch.backend("kv_write", implementation)]
+    return run(kv, k, v, slots)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from pallas_kernels import dispatch
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, add_sinks
 from pallas_kernels.layer_kv import LayerKV
@@ -50,5 +51,5 @@ def prefill_attention(
         raise ValueError(f"Expected {kv_lens.shape=} to fit {context_lens.shape=}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"Expected {sinks.shape=} to have one logit a head of {q.shape=}")
-    attend = _IMPLEMENTATIONS[implementation]
+    attend = _IMPLEMENTATIONS[dispatch.backend("prefill_attention", implementation)]
     return add_sinks(attend(q, kv, block_table, cu_q_lens, context_lens, options, kv_lens), sinks)

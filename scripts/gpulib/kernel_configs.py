@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gpulib import mosaic
 from gpulib.census import census, launches
 from gpulib.deviceless import compile_for
 from gpulib.inventory import inventory
+from pallas_kernels import mosaic_compat
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.pallas_triton import loop_shape
+from pallas_kernels.decode_attention.plan import TILE
 from pallas_kernels.kv_format import bytes_per_token
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layer_kv import LayerKV, empty_layer_kv
@@ -34,18 +37,25 @@ class KernelConfig:
       call: the function, and its arguments as shapes.
       donate: positions of donated arguments.
       loop_kv_bytes: bytes of K, V and scales that a program reads in one turn of its innermost loop; None: no such loop.
+      is_mosaic: a kernel of the Mosaic GPU backend.
     """
 
     kernel: str
     call: Callable[[], tuple[Callable, tuple[Any, ...]]]
     donate: tuple[int, ...] = ()
     loop_kv_bytes: int | None = None
+    is_mosaic: bool = False
 
 
 def measure(name: str, target: str, dump: pathlib.Path) -> dict[str, float]:
     """The inventory of a kernel of CONFIGS, compiled for a target; `dump` is emptied first."""
     config = CONFIGS[name]
     function, args = config.call()
+    if config.is_mosaic:
+        with mosaic.building(target, dump):
+            compile_for(target, function, *args, donate_argnums=config.donate)
+        figures = census(dump, mosaic.entry(config.kernel), target)
+        return inventory(figures, mosaic.launch(dump, config.kernel), config.loop_kv_bytes)
     # Spills are for the budgets to judge.
     compile_for(target, function, *args, dump=dump, fail_on_spill=False, donate_argnums=config.donate)
     launch = next(launch for launch in launches(dump) if launch.kernel == config.kernel)
@@ -79,19 +89,29 @@ def _block_copy(kv_format: str, head_dim: int) -> KernelConfig:
     return KernelConfig("block_copy", call, donate=(0,))
 
 
-def _decode(kv_format: str, head_dim: int, group: int, block_size: int = 64, *, merge: bool = False) -> KernelConfig:
+def _decode(
+    kv_format: str,
+    head_dim: int,
+    group: int,
+    block_size: int = 64,
+    *,
+    merge: bool = False,
+    implementation: str = "pallas_triton",
+) -> KernelConfig:
     """8 rows of up to 32k tokens."""
 
     def call():
         options = AttentionOptions(head_dim**-0.5)
-        attend = functools.partial(decode_attention, options=options, implementation="pallas_triton")
+        attend = functools.partial(decode_attention, options=options, implementation=implementation)
         q = shape(8, 8 * group, head_dim, dtype="bfloat16" if kv_format == "int8" else kv_format)
         return attend, (q, pool(kv_format, head_dim, block_size=block_size), shape(8, 32768 // block_size), shape(8))
 
+    is_mosaic = implementation == "pallas_mosaic_gpu"
     if merge:
-        return KernelConfig("decode_attention_merge", call)
-    tile, _, _ = loop_shape(jnp.dtype(kv_format), head_dim, group)
-    return KernelConfig("decode_attention", call, loop_kv_bytes=tile * bytes_per_token(kv_format, 1, head_dim))
+        return KernelConfig("decode_attention_merge", call, is_mosaic=is_mosaic)
+    tile = TILE if is_mosaic else loop_shape(jnp.dtype(kv_format), head_dim, group)[0]
+    loop_kv_bytes = tile * bytes_per_token(kv_format, 1, head_dim)
+    return KernelConfig("decode_attention", call, loop_kv_bytes=loop_kv_bytes, is_mosaic=is_mosaic)
 
 
 def _prefill(
@@ -162,3 +182,16 @@ CONFIGS: dict[str, KernelConfig] = {
     "prefill_attention/float32/d64/g4": _prefill("float32", 64, dtype="float32"),
     "prefill_attention/float32/d128/g4": _prefill("float32", 128, dtype="float32"),
 }
+# Left out where JAX is too old for them (mosaic_compat.unavailable() says so).
+MOSAIC_CONFIGS: dict[str, KernelConfig] = {
+    **{
+        f"mosaic/decode/{kv_format}/d{head_dim}/g{group}/p{block_size}": _decode(
+            kv_format, head_dim, group, block_size, implementation="pallas_mosaic_gpu"
+        )
+        for kv_format in ("bfloat16",)
+        for head_dim, group, block_size in ((128, 4, 64), (128, 4, 16), (128, 16, 64), (64, 4, 64), (256, 4, 64))
+    },
+    "mosaic/decode/merge/d128": _decode("bfloat16", 128, 4, merge=True, implementation="pallas_mosaic_gpu"),
+}
+if mosaic_compat.unavailable() is None:
+    CONFIGS |= MOSAIC_CONFIGS

@@ -2,10 +2,10 @@
 
 import pytest
 from gpulib.budgets import load_budgets, violations
-from gpulib.kernel_configs import CONFIGS, measure
+from gpulib.kernel_configs import CONFIGS, MOSAIC_CONFIGS, measure
 from gpulib.targets import TARGETS
 
-NAMES = [name for name in CONFIGS if name.startswith("decode/")]
+NAMES = [name for name in CONFIGS if name.startswith(("decode/", "mosaic/decode/"))]
 
 
 @pytest.mark.gpu_build
@@ -23,3 +23,16 @@ def test_budgets_of_llama_heads_hold_what_was_promised():
         assert budget["registers"] <= 128 and budget["loop_instructions_per_kv_byte"] <= instructions
         assert {"cp_async_16", "mma"} <= {*budget["uses"]}
         assert all(budget[name] == 0 for name in ("cp_async_narrow", "byte_lds", "int_to_float", "tf32"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_budgets_of_mosaic_gpu_keep_what_tritons_promise(target):
+    """The same ceilings, and blocks arrive by TMA where there is one."""
+    budgets = load_budgets()
+    for name in MOSAIC_CONFIGS:
+        assert name in budgets
+    budget = budgets["mosaic/decode/bfloat16/d128/g4/p64"]
+    budget |= budget.get(target, {})
+    assert budget["registers"] <= 128 and budget["loop_instructions_per_kv_byte"] <= 0.040
+    assert budget["uses"] == ["cp_async_16" if target == "a100" else "tma", "mma"]
+    assert all(budget[name] == 0 for name in ("cp_async_narrow", "byte_lds", "int_to_float", "tf32"))

@@ -39,9 +39,23 @@ def test_unset_takes_the_first_supported_and_says_why(configuration, expected):
     assert dispatch.resolve(None, configuration) == expected
 
 
-@pytest.mark.parametrize("name", dispatch.ALL)
+@pytest.mark.parametrize("name", [name for name in dispatch.ALL if "mosaic" not in name])  # see test_mosaic_compat.py
 def test_a_named_implementation_is_taken(name):
     assert dispatch.resolve(name, H200)[0] == name
+    assert {dispatch.backend(operation, name) for operation in dispatch.OPERATIONS} == {name}
+
+
+def test_what_mosaic_gpu_has_no_kernel_for_runs_in_triton():
+    backends = {name: dispatch.backend(name, "pallas_mosaic_gpu") for name in dispatch.OPERATIONS}
+    assert backends == {
+        "decode_attention": "pallas_mosaic_gpu",
+        "prefill_attention": "pallas_triton",
+        "kv_write": "pallas_triton",
+        "block_copy": "pallas_triton",
+    }
+    assert dispatch.backend("kv_write", "pallas_mosaic_gpu_interpreted") == "pallas_triton_interpreted"
+    with pytest.raises(ValueError, match="unknown implementation 'flash'; known: pallas_triton, "):
+        dispatch.backend("kv_write", "flash")
 
 
 @pytest.mark.parametrize(
@@ -72,5 +86,6 @@ def test_what_cannot_run_is_refused_with_the_reason(name, changed, reason):
 def test_most_blocks_that_can_be_addressed():
     sizes = {"num_kv_heads": 8, "block_size": 64, "head_dim": 128}
     assert dispatch.max_blocks("pallas_triton", **sizes, kv_format="int8") == 2**31 // (8 * 64 * 128) - 1
+    assert dispatch.max_blocks("pallas_mosaic_gpu", **sizes, kv_format="int8") == 2**31 // (8 * 64 * 128) - 1
     assert dispatch.max_blocks("pallas_triton", **sizes, kv_format="bfloat16") is None
     assert dispatch.max_blocks("xla", **sizes, kv_format="int8") is None
