@@ -90,11 +90,3 @@ def have_common_grams(sequences: Sequence[bytes], num_compared: int = 16, stride
         for number, data in enumerate(sequences)
         for start in range(0, len(data) - _WIDTH + 1, TOKEN_BYTES * stride)
     )
-
-
-def find_tokens(data: bytes, wanted: bytes, start: int = 0) -> int:
-    """`bytes.find` at whole tokens only."""
-    place = data.find(wanted, start)
-    while place % TOKEN_BYTES and place != -1:
-        place = data.find(wanted, place + 1)
-    return place

@@ -90,24 +90,28 @@ def _cluster_of(
 
 
 def _groups(behind: Sequence[Chunked]) -> list[list[Chunked]]:
-    """Those that are more alike than not, of which there must be many; then of the others those that are alike at all.
-    So templates that have a sentence in common stay apart."""
+    """Those that are more alike than not and in the same order, of which there must be many; then of the others those that
+    hang together at all. So templates that have a sentence in common stay apart, and requests with a few documents each
+    out of a large collection do not."""
     many = max(MIN_REQUESTS, _SAME_SHARE * len(behind))
-    close = _alike(behind, gap_to_common=1)
-    others = [one for group in close if len(group) < many for one in group]
-    groups = [group for group in close if len(group) >= many] + _alike(others, GAP_TO_COMMON)
+    close = _alike(behind, gap_to_common=1, num_compared=4)
+    groups = [group for group in close if len(group) >= many and not movable_documents(group)]
+    grouped = {id(one) for group in groups for one in group}
+    groups += _alike([one for one in behind if id(one) not in grouped], GAP_TO_COMMON, num_compared=len(behind))
     return [group for group in groups if len(group) >= min(MIN_REQUESTS, len(behind))]
 
 
-def _alike(behind: Sequence[Chunked], gap_to_common: float) -> list[list[Chunked]]:
-    """Groups, the largest first; each sequence goes with the first that one of its first four is alike."""
+def _alike(behind: Sequence[Chunked], gap_to_common: float, num_compared: int) -> list[list[Chunked]]:
+    """Groups, the largest first: each sequence joins all groups among whose first `num_compared` is one like it."""
     groups: list[list[Chunked]] = []
     for one in behind:
-        alike = (group for group in groups if any(are_alike(one, other, gap_to_common) for other in group[:4]))
-        if (group := next(alike, None)) is None:
-            groups.append([one])
-        else:
-            group.append(one)
+        joined, apart = [one], []
+        for group in groups:
+            if any(are_alike(one, other, gap_to_common) for other in group[:num_compared]):
+                joined = group + joined
+            else:
+                apart.append(group)
+        groups = [joined, *apart]
     return sorted(groups, key=len, reverse=True)
 
 

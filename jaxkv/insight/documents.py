@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES
-from jaxkv.insight.chunks import COMMON_SHARE, MIN_COMMON_TOKENS, Chunked, find_tokens
+from jaxkv.insight.chunks import COMMON_SHARE, MIN_COMMON_TOKENS, Chunked
+from jaxkv.insight.packing import find_tokens
 
 _MOST_A_PROMPT = 64  # of its pieces, so many are compared with each other
 # Of the sequences that have two pieces, those with the rarer order; and of all sequences, those that have any such pair.

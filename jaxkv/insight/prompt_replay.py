@@ -18,6 +18,7 @@ from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.errors import RequestError
 from jaxkv.core.metrics import EngineStats
 from jaxkv.core.request import Request, SamplingParams
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import LoggedRequest, PromptLog
 from jaxkv.simulation.block_replay import serve
 
@@ -91,7 +92,7 @@ def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
             served.append(None)
             continue
         hit, missed = stats.hit, stats.missed.copy()
-        _serve(state, scheduler, memoryview(request.output).cast("i").tolist())
+        _serve(state, scheduler, unpacked(request.output))
         news = {
             reason.value: count - missed[reason] for reason, count in stats.missed.items() if count > missed[reason]
         }
@@ -102,7 +103,7 @@ def _replay_tokens(log: PromptLog, pool: Pool) -> list[Served | None]:
 def _engine_request(request: LoggedRequest) -> Request:
     num_output = len(request.output) // TOKEN_BYTES
     sampling = SamplingParams(max_tokens=max(1, num_output), ignore_eos=True, seed=0)
-    tokens = tuple(memoryview(request.prompt).cast("i").tolist())
+    tokens = tuple(unpacked(request.prompt))
     return Request(request.request_id, tokens, sampling, cache_salt=request.salt)
 
 

@@ -11,6 +11,7 @@ from jaxkv.insight.clusters import Cluster
 from jaxkv.insight.diagnosis import Diagnosis, callers_of, evicted_tokens
 from jaxkv.insight.findings import Finding
 from jaxkv.insight.gains import Proposal, Replays, World, first_replayed
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.prompt_replay import Pool
 from jaxkv.insight.remedies import with_fields_last, with_one_salt, with_same_tokens, with_sorted_documents
@@ -168,7 +169,7 @@ def _texts(
         return (None,) * template.num_fields, ()
 
     def text(data: bytes) -> str:
-        return as_text(memoryview(data).cast("i").tolist(), token_bytes)
+        return as_text(unpacked(data), token_bytes)
 
     looks, examples, size = [], [], _CONTEXT_TOKENS * TOKEN_BYTES
     for i in range(template.num_fields):

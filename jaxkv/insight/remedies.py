@@ -7,6 +7,7 @@ from jaxkv.control.prefix_index import TOKEN_BYTES
 from jaxkv.insight.clusters import Cluster
 from jaxkv.insight.documents import sort_documents
 from jaxkv.insight.nearest import Parting
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.token_texts import TokenBytes, num_agreeing_tokens
 
@@ -41,7 +42,7 @@ def with_same_tokens(log: PromptLog, partings: Sequence[Parting], token_bytes: T
         other = (
             prompts.get(parting.nearest, log.requests[parting.nearest].prompt) + log.requests[parting.nearest].output
         )
-        ours, theirs = (memoryview(data[size:]).cast("i").tolist() for data in (prompt, other))
+        ours, theirs = (unpacked(data[size:]) for data in (prompt, other))
         joint = _last_joint(ours, theirs, token_bytes)
         if joint is not None:
             own, taken = (size + count * TOKEN_BYTES for count in joint)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxkv.control.prefix_index import BlockHash, hash_blocks, root_hash
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import PromptLog
 
 
@@ -19,7 +20,7 @@ def block_chains(log: PromptLog) -> list[tuple[list[BlockHash], list[BlockHash]]
     chains = []
     for request in log.requests:
         if log.has_tokens:
-            tokens = memoryview(request.sequence).cast("i").tolist()
+            tokens = unpacked(request.sequence)
             chain = hash_blocks(root_hash(b"", request.salt), tokens, log.block_size)
         else:
             data, width, salt = request.sequence, log.symbol_bytes, (request.salt or "").encode()

@@ -8,6 +8,7 @@ from jaxkv.insight.chunks import Chunked, are_alike, cut_into_chunks
 from jaxkv.insight.clusters import Cluster
 from jaxkv.insight.documents import place_documents
 from jaxkv.insight.nearest import Parting
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import PromptLog
 from jaxkv.insight.token_texts import TokenBytes, num_agreeing_tokens
 
@@ -94,4 +95,4 @@ def _tokens_of_same_text(log: PromptLog, number: int, parting: Parting, token_by
     start = parting.num_common * TOKEN_BYTES
     end = start + _BOUNDARY_WINDOW * TOKEN_BYTES
     ours, theirs = log.requests[number].prompt[start:end], log.requests[parting.nearest].sequence[start:end]
-    return num_agreeing_tokens(memoryview(ours).cast("i").tolist(), memoryview(theirs).cast("i").tolist(), token_bytes)
+    return num_agreeing_tokens(unpacked(ours), unpacked(theirs), token_bytes)

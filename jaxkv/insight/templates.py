@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxkv.control.prefix_index import TOKEN_BYTES, num_common, token_bytes
-from jaxkv.insight.chunks import COMMON_SHARE, GAP_TO_COMMON, MIN_COMMON_TOKENS, Chunked, find_tokens
+from jaxkv.insight.chunks import COMMON_SHARE, GAP_TO_COMMON, MIN_COMMON_TOKENS, Chunked
 from jaxkv.insight.documents import place_documents
+from jaxkv.insight.packing import find_tokens, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _common_tail(values: Sequence[bytes]) -> bytes:
 
 
 def _backwards(data: bytes) -> bytes:
-    return token_bytes(memoryview(data).cast("i").tolist()[::-1])
+    return token_bytes(unpacked(data)[::-1])
 
 
 def _common_runs(chunks: Sequence[bytes], counts: Counter, pairs: Counter, enough: float) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from jaxkv.insight.causes import Cause
 from jaxkv.insight.diagnosis import Diagnosis
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.token_texts import TokenBytes, as_text
 
 _MOST_CALLERS = 12
@@ -94,7 +95,7 @@ def request_in_depth(
         both = request.prompt, log.requests[parting.nearest].sequence
         parts = [both[0][first:start], both[0][start:end], both[1][start:end]]
         for name, part in zip(("before", "here", "there"), parts, strict=True):
-            tokens = memoryview(part).cast("i").tolist()
+            tokens = unpacked(part)
             if with_texts and token_bytes is not None:
                 told[f"text_{name}"] = as_text(tokens, token_bytes)
     return told

@@ -14,6 +14,7 @@ from jaxkv.control.prefix_index import token_bytes
 from jaxkv.core.request_record import RequestRecord, salt_name
 from jaxkv.insight.causes import Cause
 from jaxkv.insight.findings import Finding
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import LoggedRequest, token_log
 from jaxkv.insight.prompt_replay import Pool, replay_prompts
 
@@ -125,7 +126,7 @@ def _as_served(requests: list[LoggedRequest]) -> list[RequestRecord]:
     for number, (request, served) in enumerate(zip(log.requests, replay_prompts(log, POOL).served, strict=True)):
         computed = request.num_tokens - served.cached
         is_preempted = request.caller == "victims" and number % 4 == 0
-        output = memoryview(request.output).cast("i").tolist()
+        output = unpacked(request.output)
         prefill, decode = 0.0005 * computed, 0.02 * max(1, len(output))
         records.append(
             RequestRecord(
@@ -146,7 +147,7 @@ def _as_served(requests: list[LoggedRequest]) -> list[RequestRecord]:
                 caller=request.caller,
                 salt=request.salt,
                 block_size=BLOCK_SIZE,
-                prompt_token_ids=tuple(memoryview(request.prompt).cast("i").tolist()),
+                prompt_token_ids=tuple(unpacked(request.prompt)),
                 output_token_ids=tuple(output),
             )
         )

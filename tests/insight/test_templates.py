@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxkv.control.prefix_index import token_bytes
 from jaxkv.insight.clusters import find_clusters
 from jaxkv.insight.documents import sort_documents
+from jaxkv.insight.packing import unpacked
 from tests.support.prompts import log_of
 
 
@@ -17,7 +18,7 @@ def clusters_of(prompts):
 
 
 def as_lists(parts):
-    return [memoryview(part).cast("i").tolist() for part in parts]
+    return [unpacked(part) for part in parts]
 
 
 def differ_at_both_ends(values):
@@ -156,6 +157,16 @@ def test_documents_in_any_order_are_found_and_sorted():
         assert sorted(mended) == sorted(prompt) and mended[:25] == head and mended[-12:] == prompt[-12:]
         kept = frozenset(tuple(d) for d in documents if token_bytes(d) in token_bytes(prompt))
         assert by_set.setdefault(kept, mended[:-12]) == mended[:-12]  # the same documents: the same prefix
+
+
+def test_a_few_documents_each_out_of_a_large_collection_are_one_cluster():
+    rng = random.Random(5)
+    head, documents = rng.choices(range(9000), k=50), [rng.choices(range(9000), k=60) for _ in range(30)]
+    prompts = [[*head, *sum(rng.sample(documents, 4), []), *rng.choices(range(9000), k=15)] for _ in range(60)]
+    clusters = clusters_of(prompts)
+    assert clusters[0].start == 50 and len(clusters[0].members) >= 55
+    found = {tuple(document) for document in as_lists(clusters[0].documents)}
+    assert len(found & set(map(tuple, documents))) >= 27
 
 
 def test_requests_keep_their_numbers_and_lengths_when_prompts_are_replaced():

@@ -11,6 +11,7 @@ import pytest
 from benchlib.planted_faults import make_example
 from benchlib.prompt_files import read_prompts
 
+from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import LogError
 from tests.small_tokenizers import byte_level
 
@@ -65,13 +66,11 @@ def test_mistakes_are_named(log, tmp_path):
         ((f"--log={log}", "--caller=nobody"), "caller is 'nobody', of whom there is no request; there are: archive"),
         ((f"--log={log}", "--request_id=x"), "request_id is 'x', which is not in the log"),
         ((f"--log={log}", f"--prompts={log}"), "log and prompts are both set"),
-        ((f"--log={log}", "--show_text"), "set model to the one whose tokenizer it used"),
         (
             (f"--log={damaged}",),
             "damaged.jsonl, line 2: no record of a request log (expected a JSON object with schema",
         ),
-        (("--log=/no/such/file",), "/no/such/file"),
-        (("--plot=/no/such/folder/x.png",), "in a folder that does not exist"),
+        (("--log=/no/such/file", "--model=demo", "--show_text"), "/no/such/file"),
     ):
         code, document, stderr = run(*arguments)
         assert (code, document) == (2, None) and message in stderr, stderr
@@ -87,7 +86,7 @@ def test_prompts_are_read_with_the_tokenizer(tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     first, second = read_prompts(path, tokenizer)
-    assert memoryview(first.prompt).cast("i").tolist() == tokenizer.encode("Hello there")
+    assert unpacked(first.prompt) == tokenizer.encode("Hello there")
     assert (first.caller, first.num_tokens, first.request_id) == ("u", len(tokenizer.encode("Hello there")), "line 1")
     assert first.salt is not None and "secret" not in first.salt
     assert (second.caller, second.arrival, second.request_id, second.num_tokens) == ("c", 0.5, "mine", 3)

@@ -13,6 +13,7 @@ SERVED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
+    "/diagnose_prefix": {"prompt": "x"},
 }
 
 
