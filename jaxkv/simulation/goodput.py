@@ -131,16 +131,20 @@ def highest_speed(
         low, step = low - step, 2 * step
         low_strain = _log(strain_at(math.exp(low)))
     low_weight = high_weight = 1.0
+    last_passed = None
     while high - low > math.log(within):
         part = _zero(low_strain * low_weight, high_strain * high_weight)
         middle = low + min(1 - _OFF_ENDS, max(_OFF_ENDS, part)) * (high - low)
         strain = _log(strain_at(math.exp(middle)))
-        # Illinois: the end that stays counts half each time, or it might stay for ever.
-        if strain <= 0:
-            low, low_strain, low_weight, high_weight = middle, strain, 1.0, high_weight / 2
+        passed = strain <= 0
+        # Illinois: an end that stays twice in a row counts half, or it might stay for ever.
+        halved = 0.5 if passed == last_passed else 1.0
+        if passed:
+            low, low_strain, low_weight, high_weight = middle, strain, 1.0, high_weight * halved
         else:
-            high, high_strain, high_weight, low_weight = middle, strain, 1.0, low_weight / 2
-        if abs(strain) < _NEAR:
+            high, high_strain, low_weight, high_weight = middle, strain, low_weight * halved, 1.0
+        last_passed = passed
+        if abs(strain) < _NEAR and high - low < math.log(factor) / 2:
             break
     return HighestSpeed(math.exp(low + _zero(low_strain, high_strain) * (high - low)), "found")
 

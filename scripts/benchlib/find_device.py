@@ -1,0 +1,30 @@
+"""The device that --device names: one that need not be here, or this machine's."""
+
+import dataclasses
+import os
+
+import jax
+
+from jaxkv.core.errors import ConfigError
+from jaxkv.device import DEVICES, Device, local_device
+from jaxkv.execution.memory import available_memory
+
+HERE = "detect"
+
+
+def find_device(name: str) -> tuple[Device, int | None]:
+    """A device and, of a CPU that is here, its free bytes.
+
+    A GPU that is here is not asked unless `name` is HERE, and nothing of it is taken.
+
+    Raises ConfigError for another name.
+    """
+    if name in DEVICES:
+        jax.config.update("jax_platforms", "cpu")
+        return DEVICES[name], None
+    if name != HERE:
+        raise ConfigError(f"device is {name!r}; it must be one of {', '.join((*DEVICES, HERE))}")
+    # The allocator may have all of the device and takes nothing yet: so its limit is the device's memory.
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "1.0"}
+    found = dataclasses.replace(local_device(), memory=available_memory())
+    return found, found.memory if found.is_cpu else None

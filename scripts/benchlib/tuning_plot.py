@@ -1,0 +1,64 @@
+"""Curves of a tuning."""
+
+from benchlib.kv_format_costs import kl_of
+from benchlib.tuning_tables import Tuned
+from jaxkv.core.errors import ConfigError
+from jaxkv.simulation.tuning import FULL
+
+
+def draw(path: str, tuned: Tuned) -> None:
+    """What each change brought, what was tried, and the share of requests within the limits by rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    rounds, front, rates = figure.subplots(1, 3)
+    _draw_rounds(rounds, tuned)
+    _draw_front(front, tuned)
+    _draw_rates(rates, tuned)
+    figure.suptitle(f"{tuned.planner.trace.name}, {tuned.planner.model} on {tuned.planner.device.name}")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"plot is {path!r}, which cannot be written: {error.strerror}") from error
+
+
+def _draw_rounds(axes, tuned: Tuned) -> None:
+    names = [
+        "default",
+        *("\n".join(f"{name}\n{value}" for name, value in step.changes.items()) for step in tuned.steps),
+    ]
+    outcomes = [tuned.default.outcome, *(step.outcome for step in tuned.steps)]
+    axes.bar(names, [outcome.score for outcome in outcomes], color="tab:blue", label="goodput")
+    axes.tick_params(axis="x", labelrotation=45, labelsize=8)
+    axes.set(ylabel="goodput (requests/s)", title="one change at a time")
+    beside = axes.twinx()
+    beside.plot(names, [outcome.details.replays[0].hit_rate for outcome in outcomes], "o-", color="tab:green")
+    beside.set(ylabel="hit rate (green)", ylim=(0, 1))
+
+
+def _draw_front(axes, tuned: Tuned) -> None:
+    full = [trial for trial in tuned.trials if trial.fidelity == FULL and trial.outcome is not None]
+    for trials, style in (
+        (full, {"color": "lightgrey", "label": "tried"}),
+        (tuned.front, {"label": "best in something"}),
+    ):
+        places = [(trial.outcome.details.replays[0].ttft_p95, trial.outcome.score) for trial in trials]
+        colors = {} if "color" in style else {"c": [kl_of(str(trial.setting["kv_cache_dtype"])) for trial in trials]}
+        drawn = axes.scatter(*zip(*places, strict=True), s=24, **style, **colors)
+    axes.figure.colorbar(drawn, ax=axes, label="KL of the K/V format")
+    axes.set(
+        xlabel="P95 of TTFT at the default's highest rate (s)", ylabel="goodput (requests/s)", title="settings tried"
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_rates(axes, tuned: Tuned) -> None:
+    for name, outcome in zip(("default", "recommended"), tuned.held_out, strict=True):
+        result = outcome.details
+        points = sorted((served.speed * result.rate, served.attained) for served in result.replays)
+        axes.plot(*zip(*points, strict=True), "o-", label=name)
+    axes.axhline(tuned.goal.share, color="grey", linestyle="--")
+    axes.set(xlabel="requests/s", ylabel="share within the limits", title="held-out half", ylim=(0, 1.02))
+    axes.legend()
+    axes.grid(alpha=0.3)

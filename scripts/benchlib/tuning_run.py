@@ -1,0 +1,155 @@
+"""A whole tuning: trace, search, contributions, front, check on the held-out half."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from benchlib.kv_format_costs import kl_of
+from benchlib.tuning_engines import EnginePlanner
+from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Evaluator
+from benchlib.tuning_plot import draw
+from benchlib.tuning_replays import JobResult, mean_rate
+from benchlib.tuning_tables import Tuned, tell
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
+from jaxkv.measurement import Report
+from jaxkv.simulation.goodput import Goal
+from jaxkv.simulation.synthetic_traces import poisson_arrivals, synthetic_trace, with_token_ids
+from jaxkv.simulation.traces import Trace, read_trace
+from jaxkv.simulation.tuning import (
+    FULL,
+    Setting,
+    Trial,
+    Trials,
+    Value,
+    contributions,
+    coordinate_descent,
+    pareto_front,
+)
+
+
+class Wanted(NamedTuple):
+    """The program's own flags. limits: seconds of TTFT and ITL. speed: None searches the highest rate."""
+
+    trace: str | None
+    synthetic: str
+    trace_block_size: int | None
+    num_requests: int
+    device: str
+    cost_model: str | None
+    limits: tuple[float, float]
+    goal_share: float
+    speed: float | None
+    min_gain: float
+    max_sweeps: int
+    processes: int
+    check_real: bool
+    plot: str | None
+
+
+def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, list[Value]]) -> None:
+    """Adds what was found to the report, and shows it. Raises UserError."""
+    planner = EnginePlanner(config, wanted.device, _open_trace(wanted), wanted.cost_model)
+    default = planner.default()
+    goal = Goal(*wanted.limits, wanted.goal_share)
+    parts = _halves(planner.trace)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=report.console, disable=report.console.quiet) as bar:
+        task = bar.add_task("replays", total=None)
+        stage = "looking for the default's rate"
+
+        def tell_progress(num_replays: int) -> None:
+            bar.update(task, description=f"{stage}: {len(trials.all)} evaluations, {num_replays} replays")
+
+        with Evaluator(
+            planner, parts, goal, speed=wanted.speed, processes=wanted.processes, on_replays=tell_progress
+        ) as evaluator:
+            trials = Trials(evaluator)
+            if wanted.speed is None:
+                evaluator.start = _reference_speed(evaluator, default, goal)
+            stage = "searching"
+            best = coordinate_descent(trials, space, default, min_gain=wanted.min_gain, max_sweeps=wanted.max_sweeps)
+            stage = "taking the changes apart"
+            recommended, steps = contributions(trials, default, best, min_gain=wanted.min_gain)
+            stage = "checking on the held-out half"
+            held_out = evaluator.outcomes([default, recommended], HELD_OUT)
+    told = [trial for trial in trials.all if trial.fidelity == FULL and trial.outcome is not None]
+    tuned = Tuned(
+        planner=planner,
+        goal=goal,
+        reference=evaluator.start,
+        searches_rate=wanted.speed is None,
+        trace_rate=mean_rate(parts[SEARCHED]),
+        min_gain=wanted.min_gain,
+        default=trials.all[0],
+        recommended=recommended,
+        steps=steps,
+        held_out=(held_out[0], held_out[1]),
+        trials=trials.all,
+        front=pareto_front(told, lambda trial: front_costs(trial, wanted.min_gain)),
+    )
+    tell(report, tuned)
+    if wanted.plot is not None:
+        draw(wanted.plot, tuned)
+        report.files.append(wanted.plot)
+
+
+def front_costs(trial: Trial, step: float) -> tuple[float, ...]:
+    """What nobody wants more of: lost goodput, P95 of TTFT at the reference speed, lost quality, memory.
+
+    Goodput and TTFT in whole steps: smaller differences do not make a choice.
+    """
+    ttft = trial.outcome.details.replays[0].ttft_p95
+    goodput, setting = trial.outcome.score, trial.setting
+    memory = float(setting["gpu_memory_utilization"])
+    return -_whole_steps(goodput, step), _whole_steps(ttft, step), kl_of(str(setting["kv_cache_dtype"])), memory
+
+
+def _whole_steps(value: float, step: float) -> float:
+    if not step or not value > 0:
+        return value if value > 0 else -math.inf
+    return float(round(math.log(value) / math.log1p(step)))
+
+
+def _open_trace(wanted: Wanted) -> Trace:
+    if wanted.trace is None:
+        return with_token_ids(poisson_arrivals(synthetic_trace(wanted.synthetic, wanted.num_requests)))
+    return read_trace(wanted.trace, block_size=wanted.trace_block_size, limit=wanted.num_requests)
+
+
+def _halves(trace: Trace) -> dict[str, Trace]:
+    """Raises ConfigError where a half has no rate."""
+    middle = len(trace.requests) // 2
+    parts = {}
+    for name, rows in ((SEARCHED, trace.requests[:middle]), (HELD_OUT, trace.requests[middle:])):
+        start = rows[0].arrival
+        rows = tuple([dataclasses.replace(row, arrival=row.arrival - start) for row in rows])
+        parts[name] = dataclasses.replace(trace, requests=rows)
+        if not mean_rate(parts[name]):
+            raise ConfigError(
+                f"the {len(rows)} requests of a half of {trace.name} arrive all at once, so they have no rate: raise "
+                "num_requests or take another trace"
+            )
+    return parts
+
+
+def _reference_speed(evaluator: Evaluator, default: Setting, goal: Goal) -> float:
+    """The highest at which the default meets the goal. Raises ConfigError where there is none."""
+    (outcome,) = evaluator.outcomes([default], SEARCHED)
+    result: JobResult = outcome.details
+    if result.highest.kind == "never":
+        idle = min(result.replays, key=lambda served: served.speed)
+        raise ConfigError(
+            f"with the default setting {idle.attained:.1%} of the requests meet ttft_limit={goal.ttft:g} and "
+            f"itl_limit={goal.itl:g} even one by one, and goal_share is {goal.share:g}: P95 of TTFT is then "
+            f"{idle.ttft_p95:.3g} s, of ITL {idle.itl_p95:.3g} s, and {idle.refused} requests are refused. Raise the limits "
+            "or lower goal_share"
+        )
+    if result.highest.kind == "always":
+        raise ConfigError(
+            f"the default setting meets ttft_limit={goal.ttft:g} and itl_limit={goal.itl:g} even if all requests of the "
+            "searched half come at once: raise num_requests, or lower the limits"
+        )
+    return result.highest.speed
