@@ -4,14 +4,14 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 from benchlib.kv_format_costs import kl_of
 from benchlib.tuning_engines import EnginePlanner
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Evaluator
 from benchlib.tuning_plot import draw
 from benchlib.tuning_replays import JobResult, mean_rate
 from benchlib.tuning_tables import Tuned, tell
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.measurement import Report

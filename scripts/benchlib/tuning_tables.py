@@ -4,12 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
+from rich.table import Table
+
 from benchlib import kv_format_costs
 from benchlib.tuning_engines import EnginePlanner, serve_command
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED
 from benchlib.tuning_replays import JobResult
-from rich.table import Table
-
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Goal, Served
 from jaxkv.simulation.tuning import Contribution, Outcome, Setting, Trial
