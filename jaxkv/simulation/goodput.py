@@ -17,8 +17,8 @@ from jaxkv.simulation.replay import ReplayReport
 
 # A trace replayed so many times slower or faster than the first guess is as good as idle, or as all at once.
 _FARTHEST = 2**12
-# Near a device's limit strains grow much faster than speeds: this far from 1 a few hundredths are left to interpolate.
-_NEAR = 0.05
+# Nearer than this to the speed, by the slope on either side, another replay tells nothing new.
+_NEAR = 0.01
 # A next speed is so far off the ends of the bracket, in parts of it: else one end creeps.
 _OFF_ENDS = 0.1
 
@@ -103,15 +103,15 @@ class HighestSpeed:
 
 
 def highest_speed(
-    strain_at: Callable[[float], float], *, start: float = 1.0, factor: float = 1.5, within: float = 1.05
+    strain_at: Callable[[float], float], *, start: float = 1.0, factor: float = 1.25, within: float = 1.05
 ) -> HighestSpeed:
     """The highest speed at which the strain is at most 1.
 
     From `start` by `factor`, then its square and so on, until the strain is at most 1 at one speed and above it at another;
     then by the Illinois variant of regula falsi on the logarithms (M. Dowell, P. Jarratt, BIT 11, 1971), in which strains
-    are nearly straight lines, until the two are a factor of `within` apart; the rest is interpolated, so that small
-    differences between settings show. Calls strain_at once a speed. Where it is not monotonic, some crossing is found,
-    always the same.
+    are nearly straight lines, until one is near enough or the two are a factor of `within` apart. The rest is
+    interpolated, so that small differences between settings show. Calls strain_at once a speed. Where it is not monotonic,
+    some crossing is found, always the same.
     """
     low = high = math.log(start)
     low_strain = high_strain = _log(strain_at(start))
@@ -137,6 +137,9 @@ def highest_speed(
         middle = low + min(1 - _OFF_ENDS, max(_OFF_ENDS, part)) * (high - low)
         strain = _log(strain_at(math.exp(middle)))
         passed = strain <= 0
+        near = abs(strain) <= _NEAR * min(
+            (strain - low_strain) / (middle - low), (high_strain - strain) / (high - middle)
+        )
         # Illinois: an end that stays twice in a row counts half, or it might stay for ever.
         halved = 0.5 if passed == last_passed else 1.0
         if passed:
@@ -144,7 +147,7 @@ def highest_speed(
         else:
             high, high_strain, low_weight, high_weight = middle, strain, low_weight * halved, 1.0
         last_passed = passed
-        if abs(strain) < _NEAR and high - low < math.log(factor) / 2:
+        if near:
             break
     return HighestSpeed(math.exp(low + _zero(low_strain, high_strain) * (high - low)), "found")
 

@@ -1,28 +1,24 @@
-"""Look for the settings with the best score, where a score costs a simulation: coordinate descent and successive halving.
+"""Look for the settings with the best score, where a score costs simulations: coordinate descent with races.
 
 From the default, one setting after another is tried at its other values while the rest stay, and the best of them is
 kept if it gains enough; sweeps over all settings go on until one changes nothing. That is coordinate descent (S. Wright,
-"Coordinate descent algorithms", Mathematical Programming 151, 2015). The values of a setting are thinned out by
-successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization",
-AISTATS 2016): all of them at a low fidelity, the better half at twice that, and so on.
+"Coordinate descent algorithms", Mathematical Programming 151, 2015). The values of a setting race against the present
+one: a cheap look at each drops those that cannot win (O. Maron, A. Moore, "Hoeffding races", NIPS 1993), and the better
+half of the others is measured (successive halving: K. Jamieson, A. Talwalkar, AISTATS 2016).
 
-Low fidelities only drop candidates; what is accepted has gained at full fidelity. So the result is never worse than the
-default, and as a rule no single change improves it; the best of all combinations it need not be. Nothing is random.
+Looks only drop candidates; what is accepted has gained as measured. So the result is never worse than the default, and
+as far as the looks are right no single change improves it; the best of all combinations it need not be. Nothing is
+random.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Value = str | int | float
 Setting = Mapping[str, Value]
 T = TypeVar("T")
-
-FULL = 1.0
-_LEAST_FIDELITY = 0.25
-# A cheap evaluation that is this much worse than that of the present setting drops a candidate whatever its rank.
-_HOPELESS = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +33,23 @@ class Outcome:
     details: Any = None
 
 
-Evaluate = Callable[[Sequence[Setting], float], Sequence[Outcome | None]]
-"""Outcomes of settings at a fidelity above 0 and at most 1; None for one that cannot be. They may run side by side."""
+class Objective(Protocol):
+    """What settings are judged by; lists of settings, so that they may be evaluated side by side. None in a result: the
+    setting is not possible."""
+
+    def look(self, settings: Sequence[Setting], to_beat: float) -> Sequence[float | None]:
+        """Cheap: above 1 for a setting whose score is likely above `to_beat`, and the higher, the better it seems."""
+        ...
+
+    def measure(self, settings: Sequence[Setting]) -> Sequence[Outcome | None]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
+    """A measured setting."""
+
     setting: Setting
-    fidelity: float
-    outcome: Outcome | None
+    outcome: Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +68,32 @@ class Contribution:
 
 
 class Trials:
-    """Evaluates each setting at each fidelity once.
+    """Measures each setting once.
 
     Attributes:
-      all: what was evaluated, in order.
+      all: the settings that were measured and are possible, in order.
     """
 
-    def __init__(self, evaluate: Evaluate):
-        self._evaluate = evaluate
+    def __init__(self, objective: Objective):
+        self.objective = objective
         self._known: dict[tuple, Outcome | None] = {}
         self.all: list[Trial] = []
 
-    def outcomes(self, settings: Sequence[Setting], fidelity: float = FULL) -> list[Outcome | None]:
-        new = {_key(setting, fidelity): setting for setting in settings}
+    def outcomes(self, settings: Sequence[Setting]) -> list[Outcome | None]:
+        new = {_key(setting): setting for setting in settings}
         new = {key: setting for key, setting in new.items() if key not in self._known}
         if new:
-            outcomes = self._evaluate(list(new.values()), fidelity)
+            outcomes = self.objective.measure(list(new.values()))
             self._known |= zip(new, outcomes, strict=True)
             self.all += [
-                Trial(setting, fidelity, outcome) for setting, outcome in zip(new.values(), outcomes, strict=True)
+                Trial(setting, outcome)
+                for setting, outcome in zip(new.values(), outcomes, strict=True)
+                if outcome is not None
             ]
-        return [self._known[_key(setting, fidelity)] for setting in settings]
+        return [self._known[_key(setting)] for setting in settings]
 
     def outcome(self, setting: Setting) -> Outcome:
-        """At full fidelity. Raises ValueError for what cannot be."""
+        """Raises ValueError for what is not possible."""
         (outcome,) = self.outcomes([setting])
         if outcome is None:
             raise ValueError(f"Expected a setting that is possible, got {dict(setting)}")
@@ -118,10 +124,12 @@ def coordinate_descent(
             break
         num_unchanged += 1
         others = [current | {name: value} for value in dict.fromkeys(values) if value != current[name]]
-        for candidate in _halve(trials, current, others):
-            (outcome,) = trials.outcomes([candidate])
-            if outcome is not None and outcome.score > score * (1 + min_gain):
-                current, score, num_unchanged = dict(candidate), outcome.score, 0
+        promising = _promising(trials.objective, others, score * (1 + min_gain))
+        measured = zip(trials.outcomes(promising), promising, strict=True)
+        possible = [(outcome.score, setting) for outcome, setting in measured if outcome is not None]
+        best, setting = max(possible, key=lambda pair: pair[0], default=(0.0, current))
+        if best > score * (1 + min_gain):
+            current, score, num_unchanged = dict(setting), best, 0
     return current
 
 
@@ -163,22 +171,15 @@ def pareto_front(points: Iterable[T], costs: Callable[[T], tuple[float, ...]]) -
     return [point for _, point in front]
 
 
-def _halve(trials: Trials, current: Setting, candidates: list[Setting]) -> list[Setting]:
-    """Those that are left for full fidelity, best first: one, or few where there were very many."""
-    rounds = math.ceil(math.log2(len(candidates))) if candidates else 0
-    fidelity = max(_LEAST_FIDELITY, 0.5**rounds)
-    while fidelity < FULL and candidates:
-        mine, *outcomes = trials.outcomes([current, *candidates], fidelity)
-        ranked = [
-            (outcome.score, candidate)
-            for outcome, candidate in zip(outcomes, candidates, strict=True)
-            if outcome is not None and (mine is None or outcome.score >= _HOPELESS * mine.score)
-        ]
-        ranked.sort(key=lambda pair: -pair[0])
-        candidates = [candidate for _, candidate in ranked[: math.ceil(len(candidates) / 2)]]
-        fidelity *= 2
-    return candidates
+def _promising(objective: Objective, settings: list[Setting], to_beat: float) -> list[Setting]:
+    """The better half of those that seem to beat a score, best first."""
+    if not settings:
+        return []
+    looks = objective.look(settings, to_beat)
+    ranked = [(look, setting) for look, setting in zip(looks, settings, strict=True) if look is not None and look > 1]
+    ranked.sort(key=lambda pair: -pair[0])
+    return [setting for _, setting in ranked[: math.ceil(len(ranked) / 2)]]
 
 
-def _key(setting: Setting, fidelity: float) -> tuple:
-    return fidelity, *sorted(setting.items())
+def _key(setting: Setting) -> tuple:
+    return tuple(sorted(setting.items()))

@@ -1,9 +1,10 @@
 """Curves of a tuning."""
 
 from benchlib.kv_format_costs import kl_of
+from benchlib.tuning_evaluation import Found
 from benchlib.tuning_tables import Tuned
 from jaxkv.core.errors import ConfigError
-from jaxkv.simulation.tuning import FULL
+from jaxkv.simulation.tuning import Trial
 
 
 def draw(path: str, tuned: Tuned) -> None:
@@ -32,22 +33,20 @@ def _draw_rounds(axes, tuned: Tuned) -> None:
     axes.tick_params(axis="x", labelrotation=45, labelsize=8)
     axes.set(ylabel="goodput (requests/s)", title="one change at a time")
     beside = axes.twinx()
-    beside.plot(names, [outcome.details.replays[0].hit_rate for outcome in outcomes], "o-", color="tab:green")
+    beside.plot(names, [outcome.details.reference.hit_rate for outcome in outcomes], "o-", color="tab:green")
     beside.set(ylabel="hit rate (green)", ylim=(0, 1))
 
 
 def _draw_front(axes, tuned: Tuned) -> None:
-    full = [trial for trial in tuned.trials if trial.fidelity == FULL and trial.outcome is not None]
-    for trials, style in (
-        (full, {"color": "lightgrey", "label": "tried"}),
-        (tuned.front, {"label": "best in something"}),
-    ):
-        places = [(trial.outcome.details.replays[0].ttft_p95, trial.outcome.score) for trial in trials]
-        colors = {} if "color" in style else {"c": [kl_of(str(trial.setting["kv_cache_dtype"])) for trial in trials]}
-        drawn = axes.scatter(*zip(*places, strict=True), s=24, **style, **colors)
-    axes.figure.colorbar(drawn, ax=axes, label="KL of the K/V format")
+    def places(trials: list[Trial]) -> tuple:
+        return tuple(zip(*[(one.outcome.details.reference.ttft_p95, one.outcome.score) for one in trials], strict=True))
+
+    axes.scatter(*places(tuned.front), s=90, facecolors="none", edgecolors="black", label="best in something")
+    for name in dict.fromkeys(trial.setting["kv_cache_dtype"] for trial in tuned.trials):
+        trials = [trial for trial in tuned.trials if trial.setting["kv_cache_dtype"] == name]
+        axes.scatter(*places(trials), s=24, label=f"{name}, KL {kl_of(str(name)):.1e}")
     axes.set(
-        xlabel="P95 of TTFT at the default's highest rate (s)", ylabel="goodput (requests/s)", title="settings tried"
+        xlabel="P95 of TTFT at the rate of the first (s)", ylabel="goodput (requests/s)", title="settings measured"
     )
     axes.legend()
     axes.grid(alpha=0.3)
@@ -55,8 +54,8 @@ def _draw_front(axes, tuned: Tuned) -> None:
 
 def _draw_rates(axes, tuned: Tuned) -> None:
     for name, outcome in zip(("default", "recommended"), tuned.held_out, strict=True):
-        result = outcome.details
-        points = sorted((served.speed * result.rate, served.attained) for served in result.replays)
+        result: Found = outcome.details
+        points = [(served.speed * result.rate, served.attained) for served in result.replays]
         axes.plot(*zip(*points, strict=True), "o-", label=name)
     axes.axhline(tuned.goal.share, color="grey", linestyle="--")
     axes.set(xlabel="requests/s", ylabel="share within the limits", title="held-out half", ylim=(0, 1.02))

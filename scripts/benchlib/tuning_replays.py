@@ -24,33 +24,30 @@ class SimulatedEngine:
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Attributes:
-    part: name of the part of the trace. share: its first requests, so much of it.
-    start: the speed of the first replay. search: look for the highest speed that meets the goal; else that is all.
+    part: name of the part of the trace.
+    speeds: replays that are wanted in any case. search_from: where to look for the highest speed that meets the goal; None:
+      nowhere.
+    known: replays of this engine and part that need not be run again.
     """
 
     engine: SimulatedEngine
     goal: Goal
     part: str
-    share: float = 1.0
-    start: float = 1.0
-    search: bool = True
+    speeds: tuple[float, ...]
+    search_from: float | None = None
+    known: tuple[Served, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
     """Attributes:
-    rate: mean arrivals a second in the trace's own time.
-    replays: every one, that at the start speed first. highest: None where it was not searched.
+    replays: the known ones and those that were run, by speed. num_run: of the latter.
+    highest: None where it was not searched.
     """
 
-    rate: float
-    replays: tuple[Served, ...]
+    replays: dict[float, Served]
+    num_run: int
     highest: HighestSpeed | None
-
-    @property
-    def score(self) -> float:
-        """Requests a second within the limits."""
-        return self.replays[0].goodput if self.highest is None else self.highest.speed * self.rate
 
 
 def load_parts(parts: dict[str, Trace]) -> None:
@@ -60,24 +57,21 @@ def load_parts(parts: dict[str, Trace]) -> None:
 
 def run_job(job: Job) -> JobResult:
     trace = _parts[job.part]
-    count = max(2, round(job.share * len(trace.requests)))
-    trace = dataclasses.replace(trace, requests=trace.requests[:count])
-    sequences = known_sequences(trace)
-    replays: list[Served] = []
+    replays = {served.speed: served for served in job.known}
 
-    def serve(speed: float) -> float:
-        requests = trace_requests(trace, job.engine.limits.block_size, speed=speed)
-        engine = job.engine
-        report = replay(requests, engine.limits, engine.cost_model, engine.scheduler, sequences=sequences)
-        replays.append(Served.of(report, job.goal, speed))
-        return replays[-1].strain
+    def strain_at(speed: float) -> float:
+        if speed not in replays:
+            engine = job.engine
+            requests = trace_requests(trace, engine.limits.block_size, speed=speed)
+            sequences = known_sequences(trace)
+            report = replay(requests, engine.limits, engine.cost_model, engine.scheduler, sequences=sequences)
+            replays[speed] = Served.of(report, job.goal, speed)
+        return replays[speed].strain
 
-    highest = None
-    if job.search:
-        highest = highest_speed(serve, start=job.start)
-    else:
-        serve(job.start)
-    return JobResult(mean_rate(trace), tuple(replays), highest)
+    for speed in job.speeds:
+        strain_at(speed)
+    highest = None if job.search_from is None else highest_speed(strain_at, start=job.search_from)
+    return JobResult(replays, len(replays) - len(job.known), highest)
 
 
 def mean_rate(trace: Trace) -> float:

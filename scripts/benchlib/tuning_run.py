@@ -8,18 +8,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchlib.kv_format_costs import kl_of
 from benchlib.tuning_engines import EnginePlanner
-from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Evaluator
+from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Evaluator, Found
 from benchlib.tuning_plot import draw
-from benchlib.tuning_replays import JobResult, mean_rate
+from benchlib.tuning_replays import mean_rate
 from benchlib.tuning_tables import Tuned, tell
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Goal
 from jaxkv.simulation.synthetic_traces import poisson_arrivals, synthetic_trace, with_token_ids
+from jaxkv.simulation.trace_requests import has_tokens
 from jaxkv.simulation.traces import Trace, read_trace
 from jaxkv.simulation.tuning import (
-    FULL,
     Setting,
     Trial,
     Trials,
@@ -53,6 +53,7 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
     """Adds what was found to the report, and shows it. Raises UserError."""
     planner = EnginePlanner(config, wanted.device, _open_trace(wanted), wanted.cost_model)
     default = planner.default()
+    space = _searchable(space, planner.trace, report)
     goal = Goal(*wanted.limits, wanted.goal_share)
     parts = _halves(planner.trace)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -61,25 +62,24 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
         stage = "looking for the default's rate"
 
         def tell_progress(num_replays: int) -> None:
-            bar.update(task, description=f"{stage}: {len(trials.all)} evaluations, {num_replays} replays")
+            bar.update(task, description=f"{stage}: {num_replays} replays")
 
         with Evaluator(
             planner, parts, goal, speed=wanted.speed, processes=wanted.processes, on_replays=tell_progress
         ) as evaluator:
             trials = Trials(evaluator)
             if wanted.speed is None:
-                evaluator.start = _reference_speed(evaluator, default, goal)
+                evaluator.reference = _reference_speed(evaluator, default, goal)
             stage = "searching"
             best = coordinate_descent(trials, space, default, min_gain=wanted.min_gain, max_sweeps=wanted.max_sweeps)
             stage = "taking the changes apart"
             recommended, steps = contributions(trials, default, best, min_gain=wanted.min_gain)
             stage = "checking on the held-out half"
-            held_out = evaluator.outcomes([default, recommended], HELD_OUT)
-    told = [trial for trial in trials.all if trial.fidelity == FULL and trial.outcome is not None]
+            held_out = evaluator.measure([default, recommended], HELD_OUT)
     tuned = Tuned(
         planner=planner,
         goal=goal,
-        reference=evaluator.start,
+        reference=evaluator.reference,
         searches_rate=wanted.speed is None,
         trace_rate=mean_rate(parts[SEARCHED]),
         min_gain=wanted.min_gain,
@@ -88,7 +88,9 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
         steps=steps,
         held_out=(held_out[0], held_out[1]),
         trials=trials.all,
-        front=pareto_front(told, lambda trial: front_costs(trial, wanted.min_gain)),
+        looks=evaluator.looks,
+        num_replays=evaluator.num_replays,
+        front=pareto_front(trials.all, lambda trial: front_costs(trial, wanted.min_gain)),
     )
     tell(report, tuned)
     if wanted.plot is not None:
@@ -101,7 +103,7 @@ def front_costs(trial: Trial, step: float) -> tuple[float, ...]:
 
     Goodput and TTFT in whole steps: smaller differences do not make a choice.
     """
-    ttft = trial.outcome.details.replays[0].ttft_p95
+    ttft = trial.outcome.details.reference.ttft_p95
     goodput, setting = trial.outcome.score, trial.setting
     memory = float(setting["gpu_memory_utilization"])
     return -_whole_steps(goodput, step), _whole_steps(ttft, step), kl_of(str(setting["kv_cache_dtype"])), memory
@@ -111,6 +113,19 @@ def _whole_steps(value: float, step: float) -> float:
     if not step or not value > 0:
         return value if value > 0 else -math.inf
     return float(round(math.log(value) / math.log1p(step)))
+
+
+def _searchable(space: dict[str, list[Value]], trace: Trace, report: Report) -> dict[str, list[Value]]:
+    """Without what this trace says nothing of."""
+    sizes = space.get("block_size", [])
+    if has_tokens(trace) or trace.block_size is None or max(sizes, default=0) <= trace.block_size:
+        return space
+    report.console.print(
+        f"block_size is not searched: {trace.name} has no token ids but ids of blocks of {trace.block_size} tokens, so nothing is "
+        "known of what engines with larger blocks share of them",
+        style="yellow",
+    )
+    return {name: values for name, values in space.items() if name != "block_size"}
 
 
 def _open_trace(wanted: Wanted) -> Trace:
@@ -137,19 +152,19 @@ def _halves(trace: Trace) -> dict[str, Trace]:
 
 def _reference_speed(evaluator: Evaluator, default: Setting, goal: Goal) -> float:
     """The highest at which the default meets the goal. Raises ConfigError where there is none."""
-    (outcome,) = evaluator.outcomes([default], SEARCHED)
-    result: JobResult = outcome.details
-    if result.highest.kind == "never":
-        idle = min(result.replays, key=lambda served: served.speed)
+    (outcome,) = evaluator.measure([default])
+    found: Found = outcome.details
+    if found.highest.kind == "never":
+        idle = found.replays[0]
         raise ConfigError(
             f"with the default setting {idle.attained:.1%} of the requests meet ttft_limit={goal.ttft:g} and "
             f"itl_limit={goal.itl:g} even one by one, and goal_share is {goal.share:g}: P95 of TTFT is then "
             f"{idle.ttft_p95:.3g} s, of ITL {idle.itl_p95:.3g} s, and {idle.refused} requests are refused. Raise the limits "
             "or lower goal_share"
         )
-    if result.highest.kind == "always":
+    if found.highest.kind == "always":
         raise ConfigError(
             f"the default setting meets ttft_limit={goal.ttft:g} and itl_limit={goal.itl:g} even if all requests of the "
             "searched half come at once: raise num_requests, or lower the limits"
         )
-    return result.highest.speed
+    return found.highest.speed

@@ -8,13 +8,14 @@ from rich.table import Table
 
 from benchlib import kv_format_costs
 from benchlib.tuning_engines import EnginePlanner, serve_command
-from benchlib.tuning_evaluation import HELD_OUT, SEARCHED
-from benchlib.tuning_replays import JobResult
+from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Found, Look
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Goal, Served
 from jaxkv.simulation.tuning import Contribution, Outcome, Setting, Trial
 
 _FRONT_ROWS = 12
+# Below so many TTFT limits a trace is over before a queue has settled.
+_SHORT = 10
 # Of the requests that meet the limits at one fixed speed: hardly any more to gain, or hardly any to tell settings apart by.
 _IDLE, _SWAMPED = 0.99, 0.05
 
@@ -25,6 +26,7 @@ class Tuned:
     reference: the speed at which latencies are compared. searches_rate: goodput is the highest rate that meets the goal.
     trace_rate: arrivals a second of the searched half in its own time.
     held_out: outcomes of default and recommended setting there.
+    trials: settings that were measured. looks: at others too.
     """
 
     planner: EnginePlanner
@@ -38,6 +40,8 @@ class Tuned:
     steps: list[Contribution]
     held_out: tuple[Outcome, Outcome]
     trials: list[Trial]
+    looks: list[Look]
+    num_replays: int
     front: list[Trial]
 
     @property
@@ -52,16 +56,14 @@ def tell(report: Report, tuned: Tuned) -> None:
     _tell_traffic(report, tuned)
     _tell_steps(report, tuned)
     _tell_front(report, tuned)
-    for trial in tuned.trials:
-        name = f"tried at fidelity {trial.fidelity:g}: {_told(trial.setting)}"
-        extra = {"setting": dict(trial.setting), "fidelity": trial.fidelity, "part": SEARCHED}
-        if trial.outcome is None:
-            report.skip(name, tuned.planner.reason(trial.setting), engine="simulated", metric="goodput", **extra)
-        else:
-            _add(report, name, trial.outcome, **extra)
+    _tell_tried(report, tuned)
     _tell_held_out(report, tuned)
     report.console.print("Recommended:", style="bold")
     report.console.print(f"  {tuned.command}", highlight=False, markup=False, soft_wrap=True)
+    if tuned.recommended["block_size"] != tuned.default.setting["block_size"]:
+        report.console.print(
+            "  block_size: by what the cache holds and finds; kernels' speed by block size is not seen here"
+        )
     if tuned.recommended["kv_cache_dtype"] != tuned.default.setting["kv_cache_dtype"]:
         quality = kv_format_costs.told(str(tuned.recommended["kv_cache_dtype"]))
         report.console.print(
@@ -90,8 +92,15 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
             f"goal, {before.score:.3g}" + _advice(share),
             highlight=False,
         )
+        duration = planner.trace.requests[-1].arrival / 2 / tuned.reference
+        if duration < _SHORT * goal.ttft:
+            say(
+                f"At that rate the searched half lasts {duration:.3g} s, which is short against ttft_limit = {goal.ttft:g} s: what "
+                "is found holds for a burst. Raise num_requests",
+                style="yellow",
+            )
         return
-    attained = before.details.replays[0].attained
+    attained = before.details.reference.attained
     if attained >= _IDLE or attained <= _SWAMPED:
         where = "far below" if attained >= _IDLE else "far above"
         say(
@@ -115,7 +124,7 @@ def _tell_steps(report: Report, tuned: Tuned) -> None:
     rows = [("default", "default", start, None, tuned.default.setting)]
     rows += [(_told(step.changes), "step", step.outcome, step.gain, step.setting) for step in tuned.steps]
     for place, (name, kind, outcome, gain, setting) in enumerate(rows):
-        served: Served = outcome.details.replays[0]
+        served: Served = outcome.details.reference
         table.add_row(
             name,
             f"{outcome.score:.3g}/s",
@@ -139,7 +148,7 @@ def _tell_front(report: Report, tuned: Tuned) -> None:
         table.add_column(heading, justify="left" if heading.startswith("against") else "right")
     default = tuned.default.setting
     for place, trial in enumerate(tuned.front):
-        served: Served = trial.outcome.details.replays[0]
+        served: Served = trial.outcome.details.reference
         kl = kv_format_costs.kl_of(str(trial.setting["kv_cache_dtype"]))
         changes = {name: value for name, value in trial.setting.items() if value != default[name]}
         if place < _FRONT_ROWS:
@@ -153,6 +162,23 @@ def _tell_front(report: Report, tuned: Tuned) -> None:
         report.console.print(f"and {more} more, in the JSON document", highlight=False)
 
 
+def _tell_tried(report: Report, tuned: Tuned) -> None:
+    """In the JSON document: every setting that was measured, looked at, or refused."""
+    for trial in tuned.trials:
+        setting = dict(trial.setting)
+        _add(report, f"measured: {_told(setting)}", trial.outcome, kind="measured", setting=setting, part=SEARCHED)
+    where = {"engine": "simulated", "metric": "goodput", "part": SEARCHED}
+    for look in tuned.looks:
+        setting, name = dict(look.setting), f"looked at: {_told(look.setting)}"
+        if look.served is None:
+            reason = tuned.planner.reason(look.setting)
+            report.skip(name, reason, kind="refused", setting=setting, **where)
+            continue
+        served = _finite(dataclasses.asdict(look.served))
+        extra = {"setting": setting, "to_beat": look.to_beat, "served": served}
+        report.add(name, [look.served.goodput], unit="requests/s", kind="look", **where, **extra)
+
+
 def _tell_held_out(report: Report, tuned: Tuned) -> None:
     before, after = tuned.held_out
     results = [
@@ -163,8 +189,8 @@ def _tell_held_out(report: Report, tuned: Tuned) -> None:
         )
     ]
     told = [
-        f"{outcome.score:.3g}/s (TTFT P95 {outcome.details.replays[0].ttft_p95:.3f} s, hit rate "
-        f"{outcome.details.replays[0].hit_rate:.1%})"
+        f"{outcome.score:.3g}/s (TTFT P95 {outcome.details.reference.ttft_p95:.3f} s, hit rate "
+        f"{outcome.details.reference.hit_rate:.1%})"
         for outcome in (before, after)
     ]
     report.console.print(f"Held-out half: default {told[0]}, recommended {told[1]}", highlight=False)
@@ -173,8 +199,7 @@ def _tell_held_out(report: Report, tuned: Tuned) -> None:
 
 
 def _add(report: Report, name: str, outcome: Outcome, **extra: Any) -> dict[str, Any]:
-    result: JobResult = outcome.details
-    found = None if result.highest is None else dataclasses.asdict(result.highest)
+    found: Found = outcome.details
     return report.add(
         name,
         [outcome.score],
@@ -182,8 +207,9 @@ def _add(report: Report, name: str, outcome: Outcome, **extra: Any) -> dict[str,
         metric="goodput",
         engine="simulated",
         **extra,
-        highest_speed=found,
-        replays=[_finite(dataclasses.asdict(served)) for served in result.replays],
+        highest_speed=None if found.highest is None else dataclasses.asdict(found.highest),
+        reference=_finite(dataclasses.asdict(found.reference)),
+        replays=[_finite(dataclasses.asdict(served)) for served in found.replays],
     )
 
 
