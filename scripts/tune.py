@@ -30,6 +30,12 @@ _TRACE = flags.DEFINE_string("trace", None, "File of requests, plain or gzipped;
 _SYNTHETIC = flags.DEFINE_enum("synthetic", "conversations", SYNTHETIC_SHAPES, "Shape of the made-up trace.")
 _TRACE_BLOCK_SIZE = flags.DEFINE_integer("trace_block_size", None, "Tokens of an id; unset: what fits all rows.", 1)
 _REQUESTS = flags.DEFINE_integer("num_requests", 1000, "Use the first so many: half to search, half to check.", 4)
+_SCALE = flags.DEFINE_integer(
+    "scale",
+    1,
+    "Prompts, outputs and shared blocks are so many times shorter: a big model's traffic for a small one.",
+    1,
+)
 _DEVICE = flags.DEFINE_string(
     "device", "a100-40g", f"One of {', '.join(DEVICES)}; detect: this machine's, with cost_model."
 )
@@ -63,6 +69,7 @@ _PROCESSES = flags.DEFINE_integer("processes", os.cpu_count(), "Replays side by 
 _CHECK_REAL = flags.DEFINE_bool(
     "check_real", False, "Serve the second half for real too, on this machine (device detect), with both settings."
 )
+_REAL_REQUESTS = flags.DEFINE_integer("real_requests", 60, "With check_real: so many of the second half.", 2)
 _PLOT = flags.DEFINE_string("plot", None, "Write curves to this PNG; needs matplotlib (pip install -e '.[plot]').")
 define_engine_flags(model="llama-2-7b")
 
@@ -70,11 +77,17 @@ _QUICK_REQUESTS, _QUICK_VALUES = 160, 2
 
 
 def _config() -> dict:
-    own = (
-        "trace synthetic trace_block_size num_requests device cost_model ttft_limit itl_limit goal_share speed min_gain"
-    )
+    own = "trace synthetic trace_block_size num_requests scale device cost_model ttft_limit itl_limit goal_share speed min_gain"
     searched = "kv_cache_dtypes gpu_memory_utilizations numbers_of_seqs numbers_of_batched_tokens block_sizes"
-    names = (*own.split(), *searched.split(), "eviction_policies", "numbers_of_decode_steps", "processes", "check_real")
+    names = (
+        *own.split(),
+        *searched.split(),
+        "eviction_policies",
+        "numbers_of_decode_steps",
+        "processes",
+        "check_real",
+        "real_requests",
+    )
     return {name: flags.FLAGS[name].value for name in (*names, "plot", "quick")} | vars(engine_config())
 
 
@@ -128,6 +141,7 @@ def _measure(report: measurement.Report) -> None:
         synthetic=_SYNTHETIC.value,
         trace_block_size=_TRACE_BLOCK_SIZE.value,
         num_requests=min(_QUICK_REQUESTS, _REQUESTS.value) if flags.FLAGS.quick else _REQUESTS.value,
+        scale=_SCALE.value,
         device=_DEVICE.value,
         cost_model=_COST_MODEL.value,
         limits=(_TTFT_LIMIT.value, _ITL_LIMIT.value),
@@ -137,6 +151,7 @@ def _measure(report: measurement.Report) -> None:
         max_sweeps=1 if flags.FLAGS.quick else 4,
         processes=_PROCESSES.value,
         check_real=_CHECK_REAL.value,
+        real_requests=_REAL_REQUESTS.value,
         plot=_PLOT.value,
     )
     tune(report, wanted, engine_config(), _space())

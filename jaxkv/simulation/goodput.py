@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from jaxkv.core.metrics import RequestMetrics
-from jaxkv.simulation.replay import ReplayReport
+from jaxkv.core.metrics import EngineStats, RequestMetrics
+from jaxkv.simulation.replay import LatencySummary
 
 # A trace replayed so many times slower or faster than the first guess is as good as idle, or as all at once.
 _FARTHEST = 2**12
@@ -50,7 +50,7 @@ class Served:
       attained: share of all requests that met the goal's limits; goodput: such requests a second.
       strain: so many times its limits would be met by the wanted share; at most 1 where the goal is reached.
       hit_rate: of prompt tokens. ttft_*, itl_*: seconds, NaN where there were none; itl is a request's mean a token.
-      busy_share, mean_usage, preemptions, evictions: as in ReplayReport.
+      preemptions: times a running request gave its blocks back. evictions: full cached blocks that were overwritten.
     """
 
     speed: float
@@ -61,31 +61,37 @@ class Served:
     ttft_mean: float
     ttft_p95: float
     itl_p95: float
-    busy_share: float
-    mean_usage: float
     preemptions: int
     evictions: int
     refused: int
 
     @classmethod
-    def of(cls, report: ReplayReport, goal: Goal, speed: float = 1.0) -> "Served":
-        strains = sorted([*map(goal.strain, report.requests), *(math.inf for _ in report.refused)])
-        count = len(strains)
-        met = bisect.bisect_right(strains, 1.0)
+    def of(
+        cls,
+        stats: EngineStats,
+        goal: Goal,
+        *,
+        duration: float,
+        num_refused: int = 0,
+        num_evictions: int = 0,
+        speed: float = 1.0,
+    ) -> "Served":
+        """What an engine's counters say, which kept all its requests; `duration` from the first arrival to the last token."""
+        strains = sorted([*map(goal.strain, stats.requests), *[math.inf] * num_refused])
+        count, met = len(strains), bisect.bisect_right(strains, 1.0)
+        ttft = LatencySummary.of(metrics.ttft for metrics in stats.requests)
         return cls(
             speed=speed,
             attained=met / count if count else 0.0,
-            goodput=met / report.duration if report.duration else 0.0,
+            goodput=met / duration if duration else 0.0,
             strain=strains[math.ceil(goal.share * count) - 1] if count else math.nan,
-            hit_rate=report.hit_rate,
-            ttft_mean=report.ttft.mean,
-            ttft_p95=report.ttft.p95,
-            itl_p95=report.tpot.p95,
-            busy_share=report.busy_share,
-            mean_usage=report.mean_usage,
-            preemptions=report.stats.preemptions,
-            evictions=report.evictions,
-            refused=len(report.refused),
+            hit_rate=stats.hit_rate,
+            ttft_mean=ttft.mean,
+            ttft_p95=ttft.p95,
+            itl_p95=LatencySummary.of(metrics.tpot for metrics in stats.requests).p95,
+            preemptions=stats.preemptions,
+            evictions=num_evictions,
+            refused=num_refused,
         )
 
 

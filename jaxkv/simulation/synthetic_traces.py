@@ -3,7 +3,6 @@
 Each is a deterministic function of its seed. One request a second; only the order matters to a serial replay.
 """
 
-import dataclasses
 import heapq
 import itertools
 import random
@@ -114,33 +113,3 @@ def synthetic_trace(shape: str, num_requests: int, seed: int = 0) -> Trace:
         for number, chain in enumerate(itertools.islice(chains, num_requests))
     ]
     return Trace(shape, tuple(requests), BLOCK_SIZE)
-
-
-def poisson_arrivals(trace: Trace, seed: int = 0) -> Trace:
-    """The same requests in the same order, at random times: one a second on average, independent of each other."""
-    rng = random.Random(seed)
-    arrivals = itertools.accumulate(rng.expovariate(1.0) for _ in trace.requests)
-    requests = [
-        dataclasses.replace(request, arrival=arrival) for request, arrival in zip(trace.requests, arrivals, strict=True)
-    ]
-    return dataclasses.replace(trace, requests=tuple(requests))
-
-
-def with_token_ids(trace: Trace, vocab_size: int = 32_000) -> Trace:
-    """The same prompts spelled out, so that an engine can share them by the token, and a model can read them.
-
-    A block's tokens are a function of its id. So prompts that part do so within the first token or two of a block.
-    """
-    size, blocks = trace.block_size, {}
-
-    def tokens(block: int) -> tuple[int, ...]:
-        if block not in blocks:
-            rng = random.Random(block)
-            blocks[block] = tuple([rng.randrange(vocab_size) for _ in range(size)])
-        return blocks[block]
-
-    requests = []
-    for row in trace.requests:
-        prompt = tuple(itertools.chain.from_iterable(map(tokens, row.block_ids)))[: row.input_length]
-        requests.append(dataclasses.replace(row, token_ids=prompt))
-    return dataclasses.replace(trace, requests=tuple(requests))

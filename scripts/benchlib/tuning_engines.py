@@ -3,12 +3,12 @@
 import dataclasses
 
 from benchlib.find_device import HERE, find_device
-from benchlib.model_shapes import find_shape
 from benchlib.replay_setup import set_up
 from benchlib.tuning_replays import SimulatedEngine
 from jaxkv.capacity import Capacity, plan_capacity
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
+from jaxkv.core.model_config import ModelConfig
 from jaxkv.settings import model_limit
 from jaxkv.simulation.trace_requests import check_block_size
 from jaxkv.simulation.traces import Trace
@@ -30,16 +30,15 @@ class EnginePlanner:
     """Plans the engine of each setting, once.
 
     Attributes:
-      config: what the flags ask for; a setting replaces some of it. model: its name. trace: without what no engine of this
-        model takes.
+      config: what the flags ask for; a setting replaces some of it.
+      trace: without the requests that no engine of this model takes.
       num_too_long: requests that were left out.
       refused: what the engine would refuse, and how.
     """
 
-    def __init__(self, config: EngineConfig, device: str, trace: Trace, cost_model: str | None):
+    def __init__(self, config: EngineConfig, model: ModelConfig, device: str, trace: Trace, cost_model: str | None):
         """`cost_model`: file of a measured one. Raises ConfigError."""
-        self.config = config
-        self.model, self.shape = find_shape(config)
+        self.config, self.shape = config, model
         self.device, self._available = find_device(device)
         if device == HERE and cost_model is None:
             raise ConfigError(
@@ -55,7 +54,7 @@ class EnginePlanner:
         if len(fitting) < 4:
             raise ConfigError(
                 f"{self.num_too_long} of {len(trace.requests)} requests of {trace.name} are longer than the {limit:,} "
-                f"tokens that {self.model} takes, and too few are left to tune for: take another model or trace"
+                f"tokens that {config.model} takes, and too few are left to tune for: take another model or trace"
             )
         self.trace = dataclasses.replace(trace, requests=fitting)
         self.refused: dict[tuple, str] = {}

@@ -16,7 +16,7 @@ def draw(path: str, tuned: Tuned) -> None:
     _draw_rounds(rounds, tuned)
     _draw_front(front, tuned)
     _draw_rates(rates, tuned)
-    figure.suptitle(f"{tuned.planner.trace.name}, {tuned.planner.model} on {tuned.planner.device.name}")
+    figure.suptitle(f"{tuned.planner.trace.name}, {tuned.model} on {tuned.planner.device.name}")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -65,7 +65,14 @@ def run_job(job: Job) -> JobResult:
             requests = trace_requests(trace, engine.limits.block_size, speed=speed)
             sequences = known_sequences(trace)
             report = replay(requests, engine.limits, engine.cost_model, engine.scheduler, sequences=sequences)
-            replays[speed] = Served.of(report, job.goal, speed)
+            replays[speed] = Served.of(
+                report.stats,
+                job.goal,
+                duration=report.duration,
+                num_refused=len(report.refused),
+                num_evictions=report.evictions,
+                speed=speed,
+            )
         return replays[speed].strain
 
     for speed in job.speeds:

@@ -7,16 +7,19 @@ from typing import NamedTuple
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchlib.kv_format_costs import kl_of
+from benchlib.model_shapes import find_shape
 from benchlib.tuning_engines import EnginePlanner
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Evaluator, Found
 from benchlib.tuning_plot import draw
+from benchlib.tuning_real import check_real
 from benchlib.tuning_replays import mean_rate
 from benchlib.tuning_tables import Tuned, tell
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Goal
-from jaxkv.simulation.synthetic_traces import poisson_arrivals, synthetic_trace, with_token_ids
+from jaxkv.simulation.synthetic_traces import synthetic_trace
+from jaxkv.simulation.trace_changes import poisson_arrivals, scaled, with_token_ids
 from jaxkv.simulation.trace_requests import has_tokens
 from jaxkv.simulation.traces import Trace, read_trace
 from jaxkv.simulation.tuning import (
@@ -37,6 +40,7 @@ class Wanted(NamedTuple):
     synthetic: str
     trace_block_size: int | None
     num_requests: int
+    scale: int
     device: str
     cost_model: str | None
     limits: tuple[float, float]
@@ -46,12 +50,15 @@ class Wanted(NamedTuple):
     max_sweeps: int
     processes: int
     check_real: bool
+    real_requests: int
     plot: str | None
 
 
 def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, list[Value]]) -> None:
     """Adds what was found to the report, and shows it. Raises UserError."""
-    planner = EnginePlanner(config, wanted.device, _open_trace(wanted), wanted.cost_model)
+    name, model = find_shape(config)
+    trace = _open_trace(wanted, model.vocab_size)
+    planner = EnginePlanner(config, model, wanted.device, trace, wanted.cost_model)
     default = planner.default()
     space = _searchable(space, planner.trace, report)
     goal = Goal(*wanted.limits, wanted.goal_share)
@@ -78,6 +85,8 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
             held_out = evaluator.measure([default, recommended], HELD_OUT)
     tuned = Tuned(
         planner=planner,
+        model=name,
+        held_out_trace=parts[HELD_OUT],
         goal=goal,
         reference=evaluator.reference,
         searches_rate=wanted.speed is None,
@@ -93,6 +102,8 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
         front=pareto_front(trials.all, lambda trial: front_costs(trial, wanted.min_gain)),
     )
     tell(report, tuned)
+    if wanted.check_real:
+        check_real(report, tuned, wanted.real_requests)
     if wanted.plot is not None:
         draw(wanted.plot, tuned)
         report.files.append(wanted.plot)
@@ -128,10 +139,14 @@ def _searchable(space: dict[str, list[Value]], trace: Trace, report: Report) -> 
     return {name: values for name, values in space.items() if name != "block_size"}
 
 
-def _open_trace(wanted: Wanted) -> Trace:
+def _open_trace(wanted: Wanted, vocab_size: int) -> Trace:
+    """With tokens where it is made up or will be served for real."""
     if wanted.trace is None:
-        return with_token_ids(poisson_arrivals(synthetic_trace(wanted.synthetic, wanted.num_requests)))
-    return read_trace(wanted.trace, block_size=wanted.trace_block_size, limit=wanted.num_requests)
+        trace = poisson_arrivals(synthetic_trace(wanted.synthetic, wanted.num_requests))
+    else:
+        trace = read_trace(wanted.trace, block_size=wanted.trace_block_size, limit=wanted.num_requests)
+    trace = scaled(trace, wanted.scale)
+    return with_token_ids(trace, vocab_size) if wanted.trace is None or wanted.check_real else trace
 
 
 def _halves(trace: Trace) -> dict[str, Trace]:

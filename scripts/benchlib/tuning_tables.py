@@ -11,6 +11,7 @@ from benchlib.tuning_engines import EnginePlanner, serve_command
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Found, Look
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Goal, Served
+from jaxkv.simulation.traces import Trace
 from jaxkv.simulation.tuning import Contribution, Outcome, Setting, Trial
 
 _FRONT_ROWS = 12
@@ -30,6 +31,8 @@ class Tuned:
     """
 
     planner: EnginePlanner
+    model: str
+    held_out_trace: Trace
     goal: Goal
     reference: float
     searches_rate: bool
@@ -47,8 +50,8 @@ class Tuned:
     @property
     def command(self) -> str:
         config = self.planner.config
-        if config.model.lower() == self.planner.model:  # a shape, which no server can load
-            config = dataclasses.replace(config, model=f"./{self.planner.model}")
+        if config.model.lower() == self.model:  # a shape, which no server can load
+            config = dataclasses.replace(config, model=f"./{self.model}")
         return serve_command(config, self.recommended, self.default.setting)
 
 
@@ -76,11 +79,9 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
     say = report.console.print
     goal, planner = tuned.goal, tuned.planner
     if planner.num_too_long:
-        say(
-            f"{planner.num_too_long:,} requests are longer than {planner.model} takes and were left out", style="yellow"
-        )
+        say(f"{planner.num_too_long:,} requests are longer than {tuned.model} takes and were left out", style="yellow")
     say(
-        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {planner.model} on {planner.device.name}; goal: "
+        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {tuned.model} on {planner.device.name}; goal: "
         f"TTFT at most {goal.ttft:g} s and ITL at most {goal.itl:g} s for {goal.share:.0%} of the requests",
         highlight=False,
     )

@@ -26,7 +26,9 @@ SECONDS = ConstantCostModel(call_seconds=0, prefill_token_seconds=0.1, decode_st
 
 
 def served(requests, goal):
-    return Served.of(replay(requests, LIMITS, SECONDS, max_in_flight=1), goal, speed=2.0)
+    report = replay(requests, LIMITS, SECONDS, max_in_flight=1)
+    refused = len(report.refused)
+    return Served.of(report.stats, goal, duration=report.duration, num_refused=refused, speed=2.0)
 
 
 def request(name, arrival, prompt=10, max_tokens=3):
