@@ -124,18 +124,21 @@ def _check_flags() -> None:
         raise ConfigError(f"goal_share is {_GOAL_SHARE.value}; it must be above 0 and at most 1")
     if not 0 <= _MIN_GAIN.value < 1:
         raise ConfigError(f"min_gain is {_MIN_GAIN.value}; it must be from 0 to less than 1")
+    if _DEVICE.value not in (*DEVICES, "detect"):
+        raise ConfigError(f"device is {_DEVICE.value!r}; it must be one of {', '.join((*DEVICES, 'detect'))}")
     if _CHECK_REAL.value and _DEVICE.value != "detect":
         raise ConfigError(f"check_real is set, but device is {_DEVICE.value!r}: only detect, this machine, can serve")
     measurement.check_plot(_PLOT.value)
 
 
 def _measure(report: measurement.Report) -> None:
+    _check_flags()
+    space = _space()
     # Worker processes import this file: what brings jax must not come with it.
     from benchlib.tuning_run import Wanted, tune
 
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # every plan tells which kernels it would take
-    _check_flags()
     wanted = Wanted(
         trace=_TRACE.value,
         synthetic=_SYNTHETIC.value,
@@ -154,7 +157,7 @@ def _measure(report: measurement.Report) -> None:
         real_requests=_REAL_REQUESTS.value,
         plot=_PLOT.value,
     )
-    tune(report, wanted, engine_config(), _space())
+    tune(report, wanted, engine_config(), space)
 
 
 if __name__ == "__main__":

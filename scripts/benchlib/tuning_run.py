@@ -60,7 +60,7 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
     trace = _open_trace(wanted, model.vocab_size)
     planner = EnginePlanner(config, model, wanted.device, trace, wanted.cost_model)
     default = planner.default()
-    space = _searchable(space, planner.trace, report)
+    space = _searchable(space, planner, wanted.cost_model, report)
     goal = Goal(*wanted.limits, wanted.goal_share)
     parts = _halves(planner.trace)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -126,17 +126,25 @@ def _whole_steps(value: float, step: float) -> float:
     return float(round(math.log(value) / math.log1p(step)))
 
 
-def _searchable(space: dict[str, list[Value]], trace: Trace, report: Report) -> dict[str, list[Value]]:
-    """Without what this trace says nothing of."""
-    sizes = space.get("block_size", [])
-    if has_tokens(trace) or trace.block_size is None or max(sizes, default=0) <= trace.block_size:
-        return space
-    report.console.print(
-        f"block_size is not searched: {trace.name} has no token ids but ids of blocks of {trace.block_size} tokens, so nothing is "
-        "known of what engines with larger blocks share of them",
-        style="yellow",
-    )
-    return {name: values for name, values in space.items() if name != "block_size"}
+def _searchable(
+    space: dict[str, list[Value]], planner: EnginePlanner, cost_model: str | None, report: Report
+) -> dict[str, list[Value]]:
+    """Without what neither trace nor cost model nor device say anything of."""
+    trace, sizes = planner.trace, space.get("block_size", [])
+    reasons: dict[str, str] = {}
+    if planner.device.is_cpu:
+        reasons["gpu_memory_utilization"] = "a CPU has none"
+    if cost_model is not None:
+        reasons["kv_cache_dtype"] = f"{cost_model} was measured with one"
+        reasons["block_size"] = f"{cost_model} was measured with one"
+    elif not has_tokens(trace) and trace.block_size is not None and max(sizes, default=0) > trace.block_size:
+        reasons["block_size"] = (
+            f"{trace.name} has no token ids but ids of blocks of {trace.block_size} tokens, so nothing is known of what larger "
+            "blocks share by the token"
+        )
+    for name in space.keys() & reasons.keys():
+        report.console.print(f"{name} is not searched: {reasons[name]}", style="yellow", highlight=False)
+    return {name: values for name, values in space.items() if name not in reasons}
 
 
 def _open_trace(wanted: Wanted, vocab_size: int) -> Trace:
