@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from benchlib import kv_format_costs
+from benchlib.model_shapes import SHAPES
 from benchlib.tuning_engines import EnginePlanner, serve_command
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Found, Look
 from jaxkv.measurement import Report
@@ -50,7 +51,7 @@ class Tuned:
     @property
     def command(self) -> str:
         config = self.planner.config
-        if config.model.lower() == self.model:  # a shape, which no server can load
+        if self.model in SHAPES:  # a shape, which no server can load
             config = dataclasses.replace(config, model=f"./{self.model}")
         return serve_command(config, self.recommended, self.default.setting)
 
