@@ -6,7 +6,7 @@ from rich.table import Table
 
 from benchlib.engine_runs import fresh_engine, run_requests
 from benchlib.tuning_replays import Job, load_parts, run_job
-from benchlib.tuning_tables import Tuned
+from benchlib.tuning_tables import Tuned, finite
 from jaxkv.core.request import Request
 from jaxkv.measurement import Report
 from jaxkv.simulation.goodput import Served
@@ -30,7 +30,7 @@ def check_real(report: Report, tuned: Tuned, num_requests: int) -> None:
     requests = tuned.held_out_trace.requests[:num_requests]
     trace = dataclasses.replace(tuned.held_out_trace, requests=requests)
     speeds = [one.details.highest.speed for one in tuned.held_out if one.details.highest is not None]
-    speed = (speeds[0] * speeds[1]) ** 0.5 if speeds else tuned.reference
+    speed = (speeds[0] * speeds[1]) ** 0.5 if speeds and min(speeds) > 0 else tuned.reference
     load_parts({_PART: trace})
     table = Table(title=f"Served for real: {len(requests)} requests at speed {speed:.3g}")
     for heading in ("setting", "by", "goodput", "within the limits", "TTFT mean", "TTFT P95", "ITL P95", "hit rate"):
@@ -42,7 +42,7 @@ def check_real(report: Report, tuned: Tuned, num_requests: int) -> None:
         served = _serve(tuned, setting, trace, speed)
         for by, one in (("simulated", simulated), ("jaxkv", served)):
             found[by].append(one)
-            extra = {"kind": name, "setting": dict(setting), "part": _PART, "served": dataclasses.asdict(one)}
+            extra = {"kind": name, "setting": dict(setting), "part": _PART, "served": finite(dataclasses.asdict(one))}
             report.add(f"{_PART}, {name}, {by}", [one.goodput], unit="requests/s", metric="goodput", engine=by, **extra)
             figures = f"{one.goodput:.3g}/s", f"{one.attained:.0%}", f"{one.ttft_mean:.3f} s", f"{one.ttft_p95:.3f} s"
             table.add_row(name, by, *figures, f"{one.itl_p95:.4f} s", f"{one.hit_rate:.1%}")

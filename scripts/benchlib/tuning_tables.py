@@ -176,7 +176,7 @@ def _tell_tried(report: Report, tuned: Tuned) -> None:
             reason = tuned.planner.reason(look.setting)
             report.skip(name, reason, kind="refused", setting=setting, **where)
             continue
-        served = _finite(dataclasses.asdict(look.served))
+        served = finite(dataclasses.asdict(look.served))
         extra = {"setting": setting, "to_beat": look.to_beat, "served": served}
         report.add(name, [look.served.goodput], unit="requests/s", kind="look", **where, **extra)
 
@@ -210,12 +210,12 @@ def _add(report: Report, name: str, outcome: Outcome, **extra: Any) -> dict[str,
         engine="simulated",
         **extra,
         highest_speed=None if found.highest is None else dataclasses.asdict(found.highest),
-        reference=_finite(dataclasses.asdict(found.reference)),
-        replays=[_finite(dataclasses.asdict(served)) for served in found.replays],
+        reference=finite(dataclasses.asdict(found.reference)),
+        replays=[finite(dataclasses.asdict(served)) for served in found.replays],
     )
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
