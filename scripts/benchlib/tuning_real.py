@@ -21,8 +21,8 @@ _WARM_UP_REQUESTS = 4
 def check_real(report: Report, tuned: Tuned, num_requests: int) -> None:
     """Serves the start of the held-out half with the default and the recommended setting, each with an empty cache.
 
-    At the speed half way (of its logarithm) between the highest that the two should bear: where the simulation tells them
-    apart most. A check of the report: both rank goodput and mean TTFT alike.
+    At the speed half way (of its logarithm) between the highest that the two should bear: where the simulation tells
+    them apart most. A check of the report: both rank goodput and mean TTFT alike.
     """
     if tuned.recommended == tuned.default.setting:
         report.console.print("Nothing to compare for real: the default setting stays")
@@ -56,9 +56,7 @@ def _differences(simulated: list[Served], real: list[Served]) -> list[str]:
         expected, seen = (better * (getattr(b, metric) - getattr(a, metric)) for a, b in (simulated, real))
         if (expected > 0) != (seen > 0):
             figures = ", ".join(f"{getattr(one, metric):.3g}" for one in (*simulated, *real))
-            problems.append(
-                f"{name} ranks the settings otherwise: default, recommended simulated and default, recommended real are {figures}"
-            )
+            problems.append(f"{name}, default and recommended: simulated, then real: {figures}")
     return problems
 
 

@@ -18,14 +18,15 @@ from jaxkv.simulation.tuning import Contribution, Outcome, Setting, Trial
 _FRONT_ROWS = 12
 # Below so many TTFT limits a trace is over before a queue has settled.
 _SHORT = 10
-# Of the requests that meet the limits at one fixed speed: hardly any more to gain, or hardly any to tell settings apart by.
+# Shares within the limits at one fixed speed that leave hardly any to gain, or hardly any to tell settings apart by.
 _IDLE, _SWAMPED = 0.99, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
     """Attributes:
-    reference: the speed at which latencies are compared. searches_rate: goodput is the highest rate that meets the goal.
+    reference: the speed at which latencies are compared.
+    searches_rate: goodput is the highest rate that meets the goal.
     trace_rate: arrivals a second of the searched half in its own time.
     held_out: outcomes of default and recommended setting there.
     trials: settings that were measured. looks: at others too.
@@ -82,23 +83,23 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
     if planner.num_too_long:
         say(f"{planner.num_too_long:,} requests are longer than {tuned.model} takes and were left out", style="yellow")
     say(
-        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {tuned.model} on {planner.device.name}; goal: "
-        f"TTFT at most {goal.ttft:g} s and ITL at most {goal.itl:g} s for {goal.share:.0%} of the requests",
+        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {tuned.model} on {planner.device.name}; "
+        f"goal: TTFT at most {goal.ttft:g} s and ITL at most {goal.itl:g} s for {goal.share:.0%} of the requests",
         highlight=False,
     )
     before = tuned.default.outcome
     if tuned.searches_rate:
         share = tuned.trace_rate / before.score
         say(
-            f"The trace brings {tuned.trace_rate:.3g} requests/s, {share:.0%} of what the default setting serves within the "
-            f"goal, {before.score:.3g}" + _advice(share),
+            f"The trace brings {tuned.trace_rate:.3g} requests/s, {share:.0%} of what the default setting serves "
+            f"within the goal, {before.score:.3g}" + _advice(share),
             highlight=False,
         )
         duration = planner.trace.requests[-1].arrival / 2 / tuned.reference
         if duration < _SHORT * goal.ttft:
             say(
-                f"At that rate the searched half lasts {duration:.3g} s, which is short against ttft_limit = {goal.ttft:g} s: what "
-                "is found holds for a burst. Raise num_requests",
+                f"At that rate the searched half lasts {duration:.3g} s, short against ttft_limit = {goal.ttft:g} s: "
+                "what is found holds for a burst. Raise num_requests",
                 style="yellow",
             )
         return
@@ -106,8 +107,9 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
     if attained >= _IDLE or attained <= _SWAMPED:
         where = "far below" if attained >= _IDLE else "far above"
         say(
-            f"At speed {tuned.reference:g} the default setting serves {attained:.1%} of the requests within the limits: arrivals "
-            f"are {where} what it can do, and goodput hardly depends on settings. Leave --speed out to search the highest rate",
+            f"At speed {tuned.reference:g} the default setting serves {attained:.1%} of the requests within the "
+            f"limits: arrivals are {where} what it can do, and goodput hardly depends on settings. Leave --speed out "
+            "to search the highest rate",
             style="yellow",
         )
 
