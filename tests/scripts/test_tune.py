@@ -218,9 +218,9 @@ def test_settings_are_served_for_real(tmp_path, tiny_model):
     served = {(one["engine"], one["kind"]): one["served"] for one in results(document, part="served for real")}
     assert served.keys() == {(by, kind) for by in ("simulated", "jaxkv") for kind in ("default", "recommended")}
     for kind in ("default", "recommended"):
-        real, simulated = served["jaxkv", kind], served["simulated", kind]
+        (simulated,), (real, again) = served["simulated", kind], served["jaxkv", kind]
         # Every request was served, with the hits that were foretold: of its own talk, or of the system prompt.
-        assert real["refused"] == 0 and real["ttft_mean"] > 0 and real["speed"] == simulated["speed"]
+        assert real["ttft_mean"] > 0 and real["speed"] == simulated["speed"] and again["hit_rate"] == real["hit_rate"]
         assert real["hit_rate"] == pytest.approx(simulated["hit_rate"], abs=0.1) and real["hit_rate"] > 0.3
     assert [check["name"] for check in document["checks"]] == ["real engine ranks as simulated"]
     assert f"--model={tiny_model} " in document["config"]["recommended"]["command"]
