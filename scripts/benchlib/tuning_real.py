@@ -28,7 +28,7 @@ def check_real(report: Report, tuned: Tuned, num_requests: int) -> None:
     """Serves the start of the held-out half with the default and the recommended setting, always with an empty cache.
 
     At the highest speed that the better of the two should bear: it overloads the other. The settings take turns, so
-    that a change of the machine's load falls on both. A check of the report: goodput and mean TTFT rank them as simulated.
+    that a change of load falls on both. A check of the report: goodput and mean TTFT rank them as simulated.
     """
     if tuned.recommended == tuned.default.setting:
         report.console.print("Nothing to compare for real: the default setting stays")
