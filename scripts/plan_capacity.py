@@ -12,13 +12,13 @@ biggest temporary the plan has a lower bound of it, and the cache is at most so 
 """
 
 import dataclasses
-import os
 
 import jax
 from absl import flags, logging
 from articlelib.judge_capacity import verdicts
 from benchlib.capacity_points import Planner
 from benchlib.capacity_tables import draw, tell_formats, tell_start_lines, tell_sweep
+from benchlib.find_device import this_machine
 from benchlib.model_shapes import SHAPES, find_shape
 from gpulib.deviceless import missing
 from gpulib.step_programs import biggest_temporary
@@ -30,8 +30,7 @@ from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.progress import SilentProgress
-from jaxkv.device import DEVICES, Device, local_device
-from jaxkv.execution.memory import available_memory
+from jaxkv.device import DEVICES, Device
 from jaxkv.execution.programs import Programs
 from jaxkv.flags import define_engine_flags, engine_config
 from pallas_kernels.kv_format import FORMATS
@@ -122,11 +121,9 @@ def _devices() -> tuple[dict[str, Device], dict[str, int]]:
     if "detect" not in _DEVICE.value:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here is not asked, and nothing of it taken
         return devices, {}
-    # The allocator may have all of the device and takes nothing yet: so its limit is the device's memory.
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "1.0"}
-    found = dataclasses.replace(local_device(), memory=available_memory())
+    found, free = this_machine()
     devices[found.name] = found
-    return devices, {found.name: found.memory} if found.is_cpu else {}
+    return devices, {} if free is None else {found.name: free}
 
 
 def _asks_compiler(compiled: dict, device: Device) -> Temporaries:

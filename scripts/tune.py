@@ -4,12 +4,12 @@
     python scripts/tune.py                                     # made-up conversations, Llama-2-7B on an A100-40G
     python scripts/tune.py --trace=requests.jsonl --model=./Llama-3.1-8B --device=a100-80g --ttft_limit=0.5
     python scripts/tune.py --trace=mooncake_conversation.jsonl.gz --model=llama-3-8b --device=h200 --plot=tuned.png
-    python scripts/tune.py --kv_cache_dtypes= --block_sizes=16,32 --max_num_seqs=64      # what may change, and the start
+    python scripts/tune.py --kv_cache_dtypes= --block_sizes=16,32 --max_num_seqs=64    # what may change; the start
 
 The score of a setting is its goodput: the highest rate of requests at which --goal_share of them still meet the limits
-on TTFT and ITL, found by replaying the trace faster or slower; with --speed, requests a second that meet them at that one
-speed. Each replay runs the engine's own scheduler and block manager in the pool that its own memory plan gives the setting,
-on the roofline of --model on --device, or on --cost_model, a file of scripts/calibrate_cost_model.py.
+on TTFT and ITL, found by replaying the trace faster or slower; with --speed, requests a second that meet them at that
+one speed. Each replay runs the engine's own scheduler and block manager in the pool that its own memory plan gives the
+setting, on the roofline of --model on --device, or on --cost_model, a file of scripts/calibrate_cost_model.py.
 
 The search takes the first half of the trace: coordinate descent from what the engine would take by itself and the
 engine flags given here. The second half then serves the default and the recommended setting, each with an empty cache.
@@ -77,8 +77,8 @@ _QUICK_REQUESTS, _QUICK_VALUES = 160, 2
 
 
 def _config() -> dict:
-    own = "trace synthetic trace_block_size num_requests scale device cost_model ttft_limit itl_limit goal_share speed min_gain"
-    searched = "kv_cache_dtypes gpu_memory_utilizations numbers_of_seqs numbers_of_batched_tokens block_sizes"
+    own = "trace synthetic trace_block_size num_requests scale device cost_model ttft_limit itl_limit goal_share speed"
+    searched = "min_gain kv_cache_dtypes gpu_memory_utilizations numbers_of_seqs numbers_of_batched_tokens block_sizes"
     names = (
         *own.split(),
         *searched.split(),

@@ -1,9 +1,9 @@
 """Goodput: requests a second that are served within limits on TTFT and ITL.
 
 Two measures of it. At given arrivals: requests that met both limits, over the time that all took. And without: the
-highest arrival rate at which a wanted share of the requests meets both limits (Y. Zhong et al., "DistServe", OSDI 2024),
-found by replaying the same trace faster or slower. The second tells settings apart wherever they differ; the first
-only where arrivals are near what the device can do.
+highest arrival rate at which a wanted share of the requests meets both limits (Y. Zhong et al., "DistServe", OSDI
+2024), found by replaying the same trace faster or slower. The second tells settings apart wherever they differ; the
+first only where arrivals are near what the device can do.
 """
 
 import bisect
@@ -76,7 +76,7 @@ class Served:
         num_evictions: int = 0,
         speed: float = 1.0,
     ) -> "Served":
-        """What an engine's counters say, which kept all its requests; `duration` from the first arrival to the last token."""
+        """What an engine's counters say, which kept all its requests; `duration`: first arrival to last token."""
         strains = sorted([*map(goal.strain, stats.requests), *[math.inf] * num_refused])
         count, met = len(strains), bisect.bisect_right(strains, 1.0)
         ttft = LatencySummary.of(metrics.ttft for metrics in stats.requests)
@@ -113,11 +113,11 @@ def highest_speed(
 ) -> HighestSpeed:
     """The highest speed at which the strain is at most 1.
 
-    From `start` by `factor`, then its square and so on, until the strain is at most 1 at one speed and above it at another;
-    then by the Illinois variant of regula falsi on the logarithms (M. Dowell, P. Jarratt, BIT 11, 1971), in which strains
-    are nearly straight lines, until one is near enough or the two are a factor of `within` apart. The rest is
-    interpolated, so that small differences between settings show. Calls strain_at once a speed. Where it is not monotonic,
-    some crossing is found, always the same.
+    From `start` by `factor`, then its square and so on, until the strain is at most 1 at one speed and above it at
+    another; then by the Illinois variant of regula falsi on the logarithms (M. Dowell, P. Jarratt, BIT 11, 1971), in
+    which strains are nearly straight lines, until one is near enough or the two are a factor of `within` apart. The
+    rest is interpolated, so that small differences between settings show. Calls strain_at once a speed. Where it is not
+    monotonic, some crossing is found, always the same.
     """
     low = high = math.log(start)
     low_strain = high_strain = _log(strain_at(start))

@@ -1,10 +1,10 @@
 """Look for the settings with the best score, where a score costs simulations: coordinate descent with races.
 
 From the default, one setting after another is tried at its other values while the rest stay, and the best of them is
-kept if it gains enough; sweeps over all settings go on until one changes nothing. That is coordinate descent (S. Wright,
-"Coordinate descent algorithms", Mathematical Programming 151, 2015). The values of a setting race against the present
-one: a cheap look at each drops those that cannot win (O. Maron, A. Moore, "Hoeffding races", NIPS 1993), and the better
-half of the others is measured (successive halving: K. Jamieson, A. Talwalkar, AISTATS 2016).
+kept if it gains enough; sweeps over all settings go on until one changes nothing. That is coordinate descent (S. J.
+Wright, "Coordinate descent algorithms", Mathematical Programming 151, 2015). The values of a setting race against the
+present one: a cheap look at each drops those that cannot win (O. Maron, A. Moore, "Hoeffding races", NIPS 1993), and
+the better half of the others is measured (successive halving: K. Jamieson, A. Talwalkar, AISTATS 2016).
 
 Looks only drop candidates; what is accepted has gained as measured. So the result is never worse than the default, and
 as far as the looks are right no single change improves it; the best of all combinations it need not be. Nothing is

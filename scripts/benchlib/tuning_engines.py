@@ -42,8 +42,8 @@ class EnginePlanner:
         self.device, self._available = find_device(device)
         if device == HERE and cost_model is None:
             raise ConfigError(
-                "device is detect, and its peaks are not known: measure it with calibrate_cost_model.py and give the file "
-                "as cost_model"
+                "device is detect, and its peaks are not known: measure it with calibrate_cost_model.py and give the "
+                "file as cost_model"
             )
         self._cost = {"cost_model": cost_model} if cost_model is not None else {"device": device}
         limit = config.max_model_len or model_limit(self.shape)
@@ -93,8 +93,8 @@ class EnginePlanner:
         config = dataclasses.replace(capacity.config, max_model_len=capacity.memory.max_model_len)
         if not self.device.is_cpu and config.attention_implementation == "xla":
             raise ConfigError(
-                f"no GPU kernel takes kv_cache_dtype {config.kv_cache_dtype} with blocks of {config.block_size} tokens here, "
-                "and what XLA makes of it is slower than the cost model says"
+                f"no GPU kernel takes kv_cache_dtype {config.kv_cache_dtype} with blocks of {config.block_size} tokens "
+                "here, and what XLA makes of it is slower than the cost model says"
             )
         setup = set_up(config, self.trace, **self._cost, capacity_blocks=capacity.memory.num_blocks)
         return SimulatedEngine(setup.limits, setup.scheduler, setup.cost_model)

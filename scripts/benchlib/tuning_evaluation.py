@@ -33,10 +33,10 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A setting that was looked at, and not measured then: `served` did not seem to beat a goodput, or others seemed better.
+    """A setting that was looked at, whether or not it was measured then.
 
     Attributes:
-      served: None: the setting was refused.
+      to_beat: a goodput. served: None: the setting was refused.
     """
 
     setting: Setting
@@ -47,8 +47,8 @@ class Look:
 class Evaluator:
     """The `Objective` of `simulation.tuning`: scores are goodputs, details `Found`.
 
-    A look is one replay at the speed that brings the rate to beat. As strains rise with the speed, a setting whose strain
-    is at most 1 there beats it, and no other does.
+    A look is one replay at the speed that brings the rate to beat. As strains rise with the speed, a setting whose
+    strain is at most 1 there beats it, and no other does.
 
     Attributes:
       reference: the speed at which the latencies of settings are compared, and from which rates are searched.

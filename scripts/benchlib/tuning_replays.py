@@ -25,8 +25,8 @@ class SimulatedEngine:
 class Job:
     """Attributes:
     part: name of the part of the trace.
-    speeds: replays that are wanted in any case. search_from: where to look for the highest speed that meets the goal; None:
-      nowhere.
+    speeds: replays that are wanted in any case.
+    search_from: where to look for the highest speed that meets the goal; None: nowhere.
     known: replays of this engine and part that need not be run again.
     """
 

@@ -139,8 +139,8 @@ def _searchable(
         reasons["block_size"] = f"{cost_model} was measured with one"
     elif not has_tokens(trace) and trace.block_size is not None and max(sizes, default=0) > trace.block_size:
         reasons["block_size"] = (
-            f"{trace.name} has no token ids but ids of blocks of {trace.block_size} tokens, so nothing is known of what larger "
-            "blocks share by the token"
+            f"{trace.name} has no token ids but ids of blocks of {trace.block_size} tokens, so nothing is known of "
+            "what larger blocks share by the token"
         )
     for name in space.keys() & reasons.keys():
         report.console.print(f"{name} is not searched: {reasons[name]}", style="yellow", highlight=False)
@@ -182,12 +182,12 @@ def _reference_speed(evaluator: Evaluator, default: Setting, goal: Goal) -> floa
         raise ConfigError(
             f"with the default setting {idle.attained:.1%} of the requests meet ttft_limit={goal.ttft:g} and "
             f"itl_limit={goal.itl:g} even one by one, and goal_share is {goal.share:g}: P95 of TTFT is then "
-            f"{idle.ttft_p95:.3g} s, of ITL {idle.itl_p95:.3g} s, and {idle.refused} requests are refused. Raise the limits "
-            "or lower goal_share"
+            f"{idle.ttft_p95:.3g} s, of ITL {idle.itl_p95:.3g} s, and {idle.refused} requests are refused. Raise the "
+            "limits or lower goal_share"
         )
     if found.highest.kind == "always":
         raise ConfigError(
-            f"the default setting meets ttft_limit={goal.ttft:g} and itl_limit={goal.itl:g} even if all requests of the "
-            "searched half come at once: raise num_requests, or lower the limits"
+            f"the default setting meets ttft_limit={goal.ttft:g} and itl_limit={goal.itl:g} even if all requests of "
+            "the searched half come at once: raise num_requests, or lower the limits"
         )
     return found.highest.speed

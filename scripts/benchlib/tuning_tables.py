@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from benchlib import kv_format_costs
+from benchlib.model_shapes import SHAPES
 from benchlib.tuning_engines import EnginePlanner, serve_command
 from benchlib.tuning_evaluation import HELD_OUT, SEARCHED, Found, Look
 from jaxkv.measurement import Report
@@ -17,14 +18,15 @@ from jaxkv.simulation.tuning import Contribution, Outcome, Setting, Trial
 _FRONT_ROWS = 12
 # Below so many TTFT limits a trace is over before a queue has settled.
 _SHORT = 10
-# Of the requests that meet the limits at one fixed speed: hardly any more to gain, or hardly any to tell settings apart by.
+# Shares within the limits at one fixed speed that leave hardly any to gain, or hardly any to tell settings apart by.
 _IDLE, _SWAMPED = 0.99, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
     """Attributes:
-    reference: the speed at which latencies are compared. searches_rate: goodput is the highest rate that meets the goal.
+    reference: the speed at which latencies are compared.
+    searches_rate: goodput is the highest rate that meets the goal.
     trace_rate: arrivals a second of the searched half in its own time.
     held_out: outcomes of default and recommended setting there.
     trials: settings that were measured. looks: at others too.
@@ -50,7 +52,7 @@ class Tuned:
     @property
     def command(self) -> str:
         config = self.planner.config
-        if config.model.lower() == self.model:  # a shape, which no server can load
+        if self.model in SHAPES:  # a shape, which no server can load
             config = dataclasses.replace(config, model=f"./{self.model}")
         return serve_command(config, self.recommended, self.default.setting)
 
@@ -81,23 +83,23 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
     if planner.num_too_long:
         say(f"{planner.num_too_long:,} requests are longer than {tuned.model} takes and were left out", style="yellow")
     say(
-        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {tuned.model} on {planner.device.name}; goal: "
-        f"TTFT at most {goal.ttft:g} s and ITL at most {goal.itl:g} s for {goal.share:.0%} of the requests",
+        f"{planner.trace.name}: {len(planner.trace.requests):,} requests for {tuned.model} on {planner.device.name}; "
+        f"goal: TTFT at most {goal.ttft:g} s and ITL at most {goal.itl:g} s for {goal.share:.0%} of the requests",
         highlight=False,
     )
     before = tuned.default.outcome
     if tuned.searches_rate:
         share = tuned.trace_rate / before.score
         say(
-            f"The trace brings {tuned.trace_rate:.3g} requests/s, {share:.0%} of what the default setting serves within the "
-            f"goal, {before.score:.3g}" + _advice(share),
+            f"The trace brings {tuned.trace_rate:.3g} requests/s, {share:.0%} of what the default setting serves "
+            f"within the goal, {before.score:.3g}" + _advice(share),
             highlight=False,
         )
         duration = planner.trace.requests[-1].arrival / 2 / tuned.reference
         if duration < _SHORT * goal.ttft:
             say(
-                f"At that rate the searched half lasts {duration:.3g} s, which is short against ttft_limit = {goal.ttft:g} s: what "
-                "is found holds for a burst. Raise num_requests",
+                f"At that rate the searched half lasts {duration:.3g} s, short against ttft_limit = {goal.ttft:g} s: "
+                "what is found holds for a burst. Raise num_requests",
                 style="yellow",
             )
         return
@@ -105,8 +107,9 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
     if attained >= _IDLE or attained <= _SWAMPED:
         where = "far below" if attained >= _IDLE else "far above"
         say(
-            f"At speed {tuned.reference:g} the default setting serves {attained:.1%} of the requests within the limits: arrivals "
-            f"are {where} what it can do, and goodput hardly depends on settings. Leave --speed out to search the highest rate",
+            f"At speed {tuned.reference:g} the default setting serves {attained:.1%} of the requests within the "
+            f"limits: arrivals are {where} what it can do, and goodput hardly depends on settings. Leave --speed out "
+            "to search the highest rate",
             style="yellow",
         )
 
@@ -175,7 +178,7 @@ def _tell_tried(report: Report, tuned: Tuned) -> None:
             reason = tuned.planner.reason(look.setting)
             report.skip(name, reason, kind="refused", setting=setting, **where)
             continue
-        served = _finite(dataclasses.asdict(look.served))
+        served = finite(dataclasses.asdict(look.served))
         extra = {"setting": setting, "to_beat": look.to_beat, "served": served}
         report.add(name, [look.served.goodput], unit="requests/s", kind="look", **where, **extra)
 
@@ -209,12 +212,12 @@ def _add(report: Report, name: str, outcome: Outcome, **extra: Any) -> dict[str,
         engine="simulated",
         **extra,
         highest_speed=None if found.highest is None else dataclasses.asdict(found.highest),
-        reference=_finite(dataclasses.asdict(found.reference)),
-        replays=[_finite(dataclasses.asdict(served)) for served in found.replays],
+        reference=finite(dataclasses.asdict(found.reference)),
+        replays=[finite(dataclasses.asdict(served)) for served in found.replays],
     )
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 

@@ -18,6 +18,7 @@ from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.flags import define_engine_flags, engine_config, normalized
 from jaxkv.measurement import Report
+from jaxkv.simulation.fitted_cost import FittedCostModel, read_cost_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = ROOT / "scripts" / "tune.py"
@@ -190,3 +191,69 @@ def test_costs_of_formats_are_those_of_the_readme():
         if len(cells) == 6 and cells[0].startswith("`") and "--kv_rotation=none" not in cells[0]:
             rows[cells[0].split("`")[1]] = float(cells[2].rstrip(" %")), float(cells[3])
     assert rows == {name: tuple(cost) for name, cost in FORMAT_COSTS.items() if name != "float32"}
+
+
+# As conftest's TINY_ENGINE: the executables are there already.
+TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 512, "num_gpu_blocks_override": 256}
+
+
+def test_settings_are_served_for_real(tmp_path, tiny_model):
+    """By made-up costs, where a call costs as much as 50 steps; what is real here is the serving."""
+    cost_model = tmp_path / "costs.json"
+    costs = FittedCostModel(0.05, ((64, 5e-3),), 1e-8, ((1, 1e-3), (4, 1e-3)), 1e-8)
+    cost_model.write_text(costs.to_json())
+    document, told = tuned(
+        write_trace(tmp_path / "trace.jsonl"),
+        {"decode_steps": [8], "kv_cache_dtype": ["int8"], "gpu_memory_utilization": [0.5]},
+        settings={"model": str(tiny_model), "decode_steps": 1, **TINY},
+        device="detect",
+        cost_model=str(cost_model),
+        scale=4,
+        check_real=True,
+        real_requests=30,
+    )
+    for name in ("kv_cache_dtype", "gpu_memory_utilization"):
+        assert f"{name} is not searched" in told
+    assert document["config"]["recommended"]["setting"]["decode_steps"] == 8
+    served = {(one["engine"], one["kind"]): one["served"] for one in results(document, part="served for real")}
+    assert served.keys() == {(by, kind) for by in ("simulated", "jaxkv") for kind in ("default", "recommended")}
+    for kind in ("default", "recommended"):
+        (simulated,), (real, again) = served["simulated", kind], served["jaxkv", kind]
+        # Every request was served, with the hits that were foretold: of its own talk, or of the system prompt.
+        assert real["ttft_mean"] > 0 and real["speed"] == simulated["speed"] and again["hit_rate"] == real["hit_rate"]
+        assert real["hit_rate"] == pytest.approx(simulated["hit_rate"], abs=0.1) and real["hit_rate"] > 0.3
+    assert [check["name"] for check in document["checks"]] == ["real engine ranks as simulated"]
+    assert f"--model={tiny_model} " in document["config"]["recommended"]["command"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_real_engine_ranks_settings_as_foretold(tmp_path):
+    """The demo model on this machine, on costs that were measured just before."""
+    engine = ["--max_num_batched_tokens=256", "--max_model_len=768", "--num_gpu_blocks_override=200"]
+    costs = tmp_path / "costs.json"
+    calibrate = [str(ROOT / "scripts" / "calibrate_cost_model.py"), f"--output={costs}", "--rounds=2", "--no-validate"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, *calibrate, "--max_num_seqs=8", *engine], check=True, env=env)
+    measured = read_cost_model(costs)
+    code, document, told = run(
+        "--model=demo",
+        "--device=detect",
+        f"--cost_model={costs}",
+        "--scale=8",
+        "--num_requests=200",
+        # By how fast the machine is now.
+        f"--ttft_limit={5 * measured.prefill_seconds[-1][1]}",
+        f"--itl_limit={8 * measured.decode_seconds[-1][1]}",
+        "--max_num_seqs=1",
+        "--numbers_of_seqs=2,8",
+        "--numbers_of_batched_tokens=",
+        "--check_real",
+        "--real_requests=40",
+        *engine,
+        timeout=3000,
+    )
+    assert code == 0, told
+    assert document["config"]["recommended"]["setting"]["max_num_seqs"] > 1
+    checks = {check["name"]: check["ok"] for check in document["checks"]}
+    assert checks == {"real engine ranks as simulated": True}
