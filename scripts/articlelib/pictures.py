@@ -88,6 +88,7 @@ def _two_changes(axes, values: Values) -> None:
         axes.bar([i + shift for i in range(len(names))], rates, 0.4, label=f"{label}, {one['load']:.1f} requests/s")
     axes.set_xticks(range(len(names)), names)
     axes.set(xlabel="gpu_memory_utilization, max_num_seqs", ylabel="hit rate")
+    axes.margins(y=0.25)  # room for the legend
     axes.legend()
 
 
