@@ -111,14 +111,19 @@ def block_sizes(lab: Lab, world: World) -> dict[str, Any]:
 
 
 def two_changes(lab: Lab, world: World) -> dict[str, Any]:
-    """A6: utilization and max_num_seqs, together and apart."""
-    load, found = usual_load(lab, world), {}
-    for utilization in (0.85, 0.90):
-        for rows in (16, 8):
-            setting = Setting(gpu_memory_utilization=utilization, max_num_seqs=rows)
-            found[f"{utilization:.2f} {rows}"] = figures(service(lab, world).serve(world, setting, SHORT, load))
-            lab.tick()
-    return {"load": load, "runs": found}
+    """A6: utilization and max_num_seqs, together and apart, at the usual load and at a third of it, which every setting
+    carries."""
+    found: dict[str, Any] = {}
+    for name, share in (("busy", 1.0), ("quiet", 1 / 3)):
+        load = share * usual_load(lab, world)
+        runs = {}
+        for utilization in (0.85, 0.90):
+            for rows in (16, 8):
+                setting = Setting(gpu_memory_utilization=utilization, max_num_seqs=rows)
+                runs[f"{utilization:.2f} {rows}"] = figures(service(lab, world).serve(world, setting, SHORT, load))
+                lab.tick()
+        found[name] = {"load": load, "runs": runs}
+    return found
 
 
 def system_prompts(lab: Lab, world: World) -> dict[str, Any]:
@@ -140,6 +145,7 @@ def rounds(lab: Lab, world: World) -> dict[str, Any]:
         ("round 1", ROUND_1, SHORT),
         ("round 2", ROUND_1, LONG),
         ("round 3", ROUND_3, LONG),
+        ("round 3 with 16 rows", dataclasses.replace(ROUND_3, max_num_seqs=16), LONG),
     ):
         busy = service(lab, world).capacity(world, setting, system_len)
         found[name] = figures(service(lab, world).serve(world, setting, system_len, load)) | {

@@ -29,7 +29,7 @@ def goodput_by_hit_rate(lab: Lab, world: World) -> dict[str, Any]:
             prompts = behind_prefix(world.vocab_size, shared, length - shared)
             return world.serve(single(prompts, int(rate * seconds), rate, output_len), Setting())
 
-        rate = highest(lambda rate: _meets_limits(run(rate)), 4.0, 3)
+        rate = highest(lambda rate: _meets_limits(run(rate)), 4.0, 4)
         served = run(rate)
         rates.append(rate)
         running.append(rate * served.mean("e2e"))

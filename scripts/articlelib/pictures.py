@@ -82,9 +82,14 @@ def _queueing(axes, values: Values) -> None:
 
 
 def _two_changes(axes, values: Values) -> None:
-    names = list(values["runs"])
-    axes.bar(names, [values["runs"][name]["hit_rate"] for name in names])
+    for shift, (label, one) in zip((-0.2, 0.2), values.items(), strict=True):
+        names = list(one["runs"])
+        rates = [one["runs"][name]["hit_rate"] for name in names]
+        axes.bar([i + shift for i in range(len(names))], rates, 0.4, label=f"{label}, {one['load']:.1f} requests/s")
+    axes.set_xticks(range(len(names)), names)
     axes.set(xlabel="gpu_memory_utilization, max_num_seqs", ylabel="hit rate")
+    axes.margins(y=0.25)  # room for the legend
+    axes.legend()
 
 
 def _rounds(axes, values: Values) -> None:

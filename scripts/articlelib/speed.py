@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from articlelib.driver import Served, at_once
+from articlelib.driver import Served, Tokens, at_once
 from articlelib.lab import FULL, Lab, Sizes
 from articlelib.workloads import Words, about_documents, behind_prefix
 from articlelib.worlds import Setting, World
@@ -61,45 +61,54 @@ def shared_prefix(lab: Lab, world: World) -> dict[str, Any]:
         prompts = behind_prefix(world.vocab_size, sizes.shared_len, sizes.own_len, seed=run)
         first = list(itertools.islice(prompts, sizes.concurrent))
         prefix = first[0][: sizes.shared_len]
-        for name, sessions, setting in (
-            ("off", at_once(first, sizes.output_len), Setting(enable_prefix_caching=False)),
-            ("cold", at_once(first, sizes.output_len), Setting()),
-            ("warm", _after(prefix, first, sizes.output_len), Setting()),
-        ):
-            served = world.serve(sessions, dataclasses.replace(setting, max_num_seqs=sizes.concurrent, decode_steps=0))
-            ttft[name].append(_ttft_of("asks", served))
+        for name in ttft:
+            setting = Setting(enable_prefix_caching=name != "off", max_num_seqs=sizes.concurrent, decode_steps=0)
+            sessions = at_once(first, sizes.output_len)
+            if name == "warm":
+                sessions = _after(world, [prefix], first, sizes.output_len, setting)
+            ttft[name].append(_asked(world.serve(sessions, setting))[0])
             lab.tick()
     return {"concurrent": sizes.concurrent, "shared_len": sizes.shared_len} | {
         name: statistics.median(values) for name, values in ttft.items()
     }
 
 
-def _after(prefix: tuple, prompts: list, output_len: int) -> list:
-    """The prompts, long enough after a request that brings the prefix into the cache."""
-    warming = dataclasses.replace(at_once([prefix], 1)[0], caller="warms")
-    return [warming] + [
-        dataclasses.replace(session, arrival=_LATER) for session in at_once(prompts, output_len, caller="asks")
-    ]
+def _after(world: World, prefixes: list[Tokens], prompts: list[Tokens], output_len: int, setting: Setting) -> list:
+    """The prompts, when requests that bring the prefixes into the cache are over for sure."""
+    warming = at_once(prefixes, 1, caller="warms")
+    later = 2 * world.serve(warming, setting).seconds + 0.5
+    return warming + [dataclasses.replace(session, arrival=later) for session in at_once(prompts, output_len, "asks")]
 
 
-_LATER = 5.0  # seconds in which a prefix is computed for sure
-
-
-def _ttft_of(caller: str, served: Served) -> float:
-    found = [asked.metrics.ttft for asked in served.asked if asked.caller in (caller, "")]
-    return sum(found) / len(found)
+def _asked(served: Served) -> tuple[float, float]:
+    """Mean TTFT and hit rate of those who ask."""
+    found = [one.metrics for one in served.asked if one.caller != "warms"]
+    cached, prompt = (sum(getattr(one, name) for one in found) for name in ("num_cached_tokens", "num_prompt_tokens"))
+    return sum(one.ttft for one in found) / len(found), cached / prompt
 
 
 def documents(lab: Lab, world: World) -> dict[str, Any]:
-    """A3: questions about the same documents, in one order and in any, with the cache on and off."""
+    """A3: questions about the same documents at once, as in B9: cache off, cold and warm, and warm with the documents in any
+    order."""
     sizes, found = _sizes(lab, world), {}
-    length = sizes.shared_len // 4
-    shape = {"num_documents": 8, "document_len": length, "a_prompt": 4, "question_len": sizes.own_len}
-    for name, sorts, caching in (("off", True, False), ("on", True, True), ("on, any order", False, True)):
-        prompts = list(itertools.islice(about_documents(world.vocab_size, sorts=sorts, **shape), 2 * sizes.concurrent))
-        setting = Setting(enable_prefix_caching=caching, max_num_seqs=sizes.concurrent, decode_steps=0)
-        served = world.serve(at_once(prompts, sizes.output_len), setting)
-        found[name] = {"hit_rate": served.hit_rate, "ttft": served.mean("ttft"), "seconds": served.seconds}
+    shape = {
+        "num_documents": 8,
+        "document_len": sizes.shared_len // 4,
+        "a_prompt": 4,
+        "question_len": sizes.own_len,
+    }
+    ordered, shuffled = (
+        list(itertools.islice(about_documents(world.vocab_size, sorts=sorts, **shape), sizes.concurrent))
+        for sorts in (True, False)
+    )
+    known = sorted({prompt[: 4 * shape["document_len"]] for prompt in ordered})
+    for name, prompts in (("off", ordered), ("cold", ordered), ("warm", ordered), ("any order", shuffled)):
+        setting = Setting(enable_prefix_caching=name != "off", max_num_seqs=sizes.concurrent, decode_steps=0)
+        sessions = at_once(prompts, sizes.output_len)
+        if name in ("warm", "any order"):
+            sessions = _after(world, known, prompts, sizes.output_len, setting)
+        ttft, hit_rate = _asked(world.serve(sessions, setting))
+        found[name] = {"ttft": ttft, "hit_rate": hit_rate}
         lab.tick()
     return {"runs": found}
 
