@@ -27,6 +27,8 @@ CASES = (
     DecodeCase(64, 8, 2, 128, "bfloat16", seq_lens=(0, 65, 1, 0, 200)),
     DecodeCase(16, 9, 3, 64, "float16", window=70, seq_lens=(17, 0, 130), soft_cap=3.0),
     DecodeCase(128, 16, 1, 64, "bfloat16", seq_lens=(129, 0, 64), sinks=True),
+    DecodeCase(64, 9, 3, 128, "bfloat16", kv_format="int8", window=100, seq_lens=(0, 65, 200)),
+    DecodeCase(128, 16, 1, 64, "float32", kv_format="int8", soft_cap=3.0, seq_lens=(129, 0, 64)),
     DecodeCase(32, 5, 1, 256, "float16", window=1, seq_lens=(0, 65, 33), scale=0.2),
 )
 
@@ -141,7 +143,9 @@ def test_wrong_rings_name_methods_of_the_ring():
 LOWERED = [
     case
     for case in DECODE_CASES
-    if case.block_size >= 16 and case.head_dim % 64 == 0 and case.stored in MOSAIC_OPERATIONS["decode_attention"]
+    if case.block_size >= (64 if case.stored == "int8" else 16)
+    and case.head_dim % 64 == 0
+    and case.stored in MOSAIC_OPERATIONS["decode_attention"]
 ]
 
 
