@@ -145,10 +145,10 @@ def _attend_item(
             """`is_whole`: all of the tile is seen."""
             m, l, acc, scales = carry  # l is still to be summed over tokens
             ring.advance(index)
-            next_scales = products.scales(index + 1)
             position = (first + index) * TILE
             ring.wait_keys(index)
             logits = products.logits(index, queries, scales)
+            next_scales = products.scales(index + 1)
             if options.soft_cap:
                 logits = options.soft_cap * _LOG2_E * jnp.tanh(logits * (options.scale / options.soft_cap))
             if not is_whole:
