@@ -25,7 +25,9 @@ ALL = (
 
 OPERATIONS = ("decode_attention", "prefill_attention", "kv_write", "block_copy")
 # Those with kernels in Mosaic GPU, and the formats that these read.
-MOSAIC_OPERATIONS = {"decode_attention": ("bfloat16", "float16")}
+MOSAIC_OPERATIONS = {"decode_attention": ("bfloat16", "float16", "int8")}
+# A tile and its scales are in one block; so are values, which lie transposed there.
+_LEAST_MOSAIC_INT8_BLOCK = 64
 
 # Tensor cores take 16 rows of bfloat16, and asynchronous copies and the instructions the kernels use begin with Ampere.
 _LEAST_CAPABILITY = (8, 0)
@@ -128,6 +130,11 @@ def _not_for_mosaic(configuration: Configuration) -> str | None:
     for operation, formats in MOSAIC_OPERATIONS.items():
         if configuration.kv_format not in formats:
             return f"the KV format of {operation} must be one of {', '.join(formats)}, not {configuration.kv_format}"
+    if configuration.kv_format == "int8" and configuration.block_size < _LEAST_MOSAIC_INT8_BLOCK:
+        return (
+            f"block_size must be at least {_LEAST_MOSAIC_INT8_BLOCK} for int8, a tile with its scales in one block, "
+            f"not {configuration.block_size}"
+        )
     return None
 
 

@@ -4,6 +4,7 @@ Older versions of JAX have the backend without what the kernels need of it (`mma
 """
 
 import jax
+from jax.experimental.mosaic import gpu as mgpu  # noqa: F401
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LEAST_JAX = "0.11.2"

@@ -16,7 +16,8 @@ class RingShape:
 
     Attributes:
       stages: tiles it holds. tile: tokens of one, a power of two. block_size: tokens of a block, likewise.
-      keys, values: shape and dtype of one tile of each, tokens first.
+      keys, values: shape and dtype of one tile of each. token_axes: the axes of keys and values that count tokens; the last
+        one only where a block is no smaller than a tile.
       has_tma: tiles arrive by the tensor memory accelerator (compute capability 9.0 and up), which tells a barrier;
         without it by cp.async, which every thread waits for by counting.
     """
@@ -27,6 +28,7 @@ class RingShape:
     keys: jax.ShapeDtypeStruct
     values: jax.ShapeDtypeStruct
     has_tma: bool
+    token_axes: tuple[int, int] = (0, 0)
 
     @property
     def copies(self) -> int:
@@ -41,8 +43,9 @@ class RingShape:
 
 
 def _swizzled(stages: int, tile: jax.ShapeDtypeStruct):
-    """128 bytes of a row at a time, whose 16-byte pieces change places by row: no two rows meet in a bank."""
-    transforms = (plgpu.TilingTransform((8, 128 // tile.dtype.itemsize)), plgpu.SwizzleTransform(128))
+    """Up to 128 bytes of a row at a time, whose 16-byte pieces change places by row: no two rows meet in a bank."""
+    row = min(128, tile.shape[-1] * tile.dtype.itemsize)
+    transforms = (plgpu.TilingTransform((8, row // tile.dtype.itemsize)), plgpu.SwizzleTransform(row))
     return plgpu.SMEM((stages, *tile.shape), tile.dtype, transforms=transforms)
 
 
@@ -114,20 +117,28 @@ class Ring:
 
     def _fetch(self, index: jax.Array, slot: jax.Array | None = None) -> None:
         slot = self.slot(index) if slot is None else slot
-        token = (self.first + index) * self.shape.tile
-        block_size = self.shape.block_size
-        last_column = jax.lax.div(jnp.maximum(self.end - 1, 0), jnp.int32(block_size))
+        shape, (column, offset) = self.shape, self.place(index)
         for side, pool in enumerate((self.k_ref, self.v_ref)):
-            for part in range(self.shape.copies):
-                # Behind the row's end its last block again: it is at hand, and nobody looks there.
-                column = jnp.minimum(jax.lax.div(token, jnp.int32(block_size)) + part, last_column)
-                block = pool.at[self.block_of(column)]
+            before = (slice(None),) * shape.token_axes[side]
+            for part in range(shape.copies):
+                block = pool.at[self.block_of(self.seen_column(column + part))]
                 target = self.refs[side].at[slot]
-                if block_size < self.shape.tile:
-                    target = target.at[pl.ds(part * block_size, block_size)]
-                elif block_size > self.shape.tile:
-                    block = block.at[pl.ds(jax.lax.rem(token, jnp.int32(block_size)), self.shape.tile)]
-                if self.shape.has_tma:
+                if shape.block_size < shape.tile:
+                    target = target.at[*before, pl.ds(part * shape.block_size, shape.block_size)]
+                elif shape.block_size > shape.tile:
+                    block = block.at[*before, pl.ds(offset, shape.tile)]
+                if shape.has_tma:
                     plgpu.copy_gmem_to_smem(block, target, self.refs[2 + side].at[slot])
                 else:
                     plgpu.copy_gmem_to_smem(block, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def place(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Column of the block table and offset in its block of a tile's first token."""
+        token = (self.first + index) * self.shape.tile
+        block_size = jnp.int32(self.shape.block_size)
+        return jax.lax.div(token, block_size), jax.lax.rem(token, block_size)
+
+    def seen_column(self, column: jax.Array) -> jax.Array:
+        """The column, or where that is behind the row's end its last one: that block is at hand, and nobody looks there."""
+        last = jax.lax.div(jnp.maximum(self.end - 1, 0), jnp.int32(self.shape.block_size))
+        return jnp.minimum(column, last)

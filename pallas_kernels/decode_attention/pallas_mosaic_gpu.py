@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic_compat
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.decode_attention.mosaic_products import FloatProducts, Int8Products, Seen, filled, rows_layout
 from pallas_kernels.decode_attention.plan import TILE, SplitPlan, plan_decode
 from pallas_kernels.layer_kv import LayerKV
 from pallas_kernels.mosaic_compat import plgpu, store
@@ -42,7 +43,7 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> AttentionOutput:
-    """Products are taken in the stored dtype, sums in float32."""
+    """Products are taken in the stored dtype, int8 in float16; sums in float32."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
     if reason := mosaic_compat.unavailable():
@@ -56,27 +57,24 @@ def decode_attention(
         )
     group = num_heads // num_kv_heads
     columns = 8 if group <= 8 else 16
+    products = jnp.dtype(jnp.float16) if kv.k_scale is not None else kv.k.dtype
     # Query heads as columns of a tensor core's tile.
-    grouped = q.astype(kv.k.dtype).reshape(num_rows, num_kv_heads, group, head_dim)
+    grouped = q.astype(products).reshape(num_rows, num_kv_heads, group, head_dim)
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     items = plan.row.shape[0]
-    tile = jax.ShapeDtypeStruct((TILE, head_dim), kv.k.dtype)
-    has_tma = interpret or mosaic_compat.compute_capability() >= (9, 0)
-    ring = RingShape(num_stages(head_dim), TILE, block_size, tile, tile, has_tma)
+    ring = ring_shape(kv, has_tma=interpret or mosaic_compat.compute_capability() >= (9, 0))
+    kind = FloatProducts if kv.k_scale is None else Int8Products
     out, lse = mosaic_compat.kernel(
-        functools.partial(_attend_item, options=options, ring_shape=ring),
+        functools.partial(_attend_item, options=options, ring_shape=ring, interpret=interpret),
         out_shape=(
             jax.ShapeDtypeStruct((items, num_kv_heads, columns, head_dim), jnp.float32 if plan.is_split else q.dtype),
             jax.ShapeDtypeStruct((items, num_kv_heads, columns), jnp.float32),
         ),
         grid={"item": items, "kv_head": num_kv_heads},
-        scratch=[
-            plgpu.SMEM((TILE, columns), kv.v.dtype, transforms=(plgpu.TilingTransform((8, 8)),)),
-            *ring.scratch(),
-        ],
+        scratch=[kind.exchange_scratch(columns, products), ring.scratch()],
         name="decode_attention",
         interpret=interpret,
-    )(plan.row, plan.start, plan.end, block_table, padded, kv.k, kv.v)
+    )((plan.row, plan.start, plan.end), block_table, padded, kv)
     if not plan.is_split:
         return AttentionOutput(out[:, :, :group].reshape(q.shape), lse[:, :, :group].reshape(q.shape[:2]))
     merged = mosaic_compat.kernel(
@@ -93,92 +91,76 @@ def decode_attention(
     return AttentionOutput(*merged)
 
 
-def num_stages(head_dim: int) -> int:
-    """Tiles in shared memory: 64 KiB, so that an A100's multiprocessor holds two warpgroups and an H200's three."""
-    return 4 if head_dim == 64 else 2
+def ring_shape(kv: LayerKV, *, has_tma: bool) -> RingShape:
+    """As many tiles of 64 tokens as fit 64 KiB, but two at least: an A100's multiprocessor then holds two warpgroups and an
+    H200's three, of head_dim 256 one."""
+    head_dim, dtype = kv.head_dim, kv.k.dtype
+    stages = max(2, 65536 // (2 * TILE * head_dim * dtype.itemsize))
+    is_turned = kv.v_format.is_scaled
+    keys = jax.ShapeDtypeStruct((TILE, head_dim), dtype)
+    values = jax.ShapeDtypeStruct((head_dim, TILE), dtype) if is_turned else keys
+    return RingShape(stages, TILE, kv.block_size, keys, values, has_tma, token_axes=(0, int(is_turned)))
 
 
 def _attend_item(
-    row_ref,
-    start_ref,
-    end_ref,
+    item_refs,
     table_ref,
     q_ref,
-    k_ref,
-    v_ref,
+    kv_ref,
     out_ref,
     lse_ref,
     p_ref,
-    *ring_refs,
+    ring_refs,
+    *,
     options: AttentionOptions,
     ring_shape: RingShape,
+    interpret: bool,
 ):
-    """Refs as in decode_attention, q [S, K, N, D] with N query heads, padded. Arrays below are [TILE, N], [N], [D, N]."""
+    """Refs are trees as in decode_attention; item_refs are row, start, end of a SplitPlan, q [S, K, N, D] with N query heads,
+    padded. Arrays below are [TILE, N], [N] and [D, N]."""
     item, kv_head = jax.lax.axis_index("item"), jax.lax.axis_index("kv_head")
-    row = row_ref[item]
+    row, start, end = (ref[item] for ref in item_refs)
+    columns, head_dim = q_ref.shape[2:]
 
     @pl.when(row >= 0)
     def _():
-        start, end = start_ref[item], end_ref[item]
-        columns, head_dim = q_ref.shape[2:]
-        dtype = p_ref.dtype
-        by_row, left, right = (
-            layout(dtype) for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS)
-        )
+        first = jax.lax.div(start, jnp.int32(TILE))
+        count = jnp.maximum(jax.lax.div(end + (TILE - 1), jnp.int32(TILE)) - first, 0)
+        pools = [pool.at[:, kv_head] for pool in jax.tree.leaves(kv_ref)]  # keys, values, and their scales if any
+        ring = Ring(ring_shape, ring_refs, *pools[:2], lambda column: table_ref[row, column], first, count, end)
+        seen = Seen(start, end)
+        here = (ring, seen, q_ref.at[row, kv_head], p_ref)
+        products = Int8Products(*here, tuple(pools[2:]), interpret) if len(pools) > 2 else FloatProducts(*here)
+        ring.fill()
+        queries = products.queries()
+        by_row = rows_layout()
         by_column = by_row.reduce(0)
         # Logits times this are powers of 2; a capped logit is one already.
         to_log2 = 1.0 if options.soft_cap else options.scale * _LOG2_E
 
-        def full(shape, value, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
         def spread(x, shape):
             return jax.lax.broadcast_in_dim(x, shape, (1,))
 
-        def seen(first, shape, layout):
-            position = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-            return (position >= start) & (position < end)
-
-        first = jax.lax.div(start, jnp.int32(TILE))
-        count = jnp.maximum(jax.lax.div(end + (TILE - 1), jnp.int32(TILE)) - first, 0)
-        ring = Ring(
-            ring_shape,
-            ring_refs,
-            k_ref.at[:, kv_head],
-            v_ref.at[:, kv_head],
-            lambda column: table_ref[row, column],
-            first,
-            count,
-            end,
-        )
-        ring.fill()
-        q = plgpu.load(q_ref.at[row, kv_head].transpose((1, 0)), layout=right, optimized=False)
-
         def attend_tile(index, carry, *, is_whole: bool):
             """`is_whole`: all of the tile is seen."""
-            m, l, acc = carry  # l is still to be summed over tokens
+            m, l, acc, scales = carry  # l is still to be summed over tokens
             ring.advance(index)
             position = (first + index) * TILE
             ring.wait_keys(index)
-            keys = plgpu.load(ring.keys(index), layout=left)
-            logits = plgpu.mma(full((TILE, columns), 0, by_row), keys, q)
+            logits = products.logits(index, queries, scales)
+            next_scales = products.scales(index + 1)
             if options.soft_cap:
                 logits = options.soft_cap * _LOG2_E * jnp.tanh(logits * (options.scale / options.soft_cap))
             if not is_whole:
-                logits = jnp.where(seen(position, logits.shape, by_row), logits, -jnp.inf)
+                logits = jnp.where(seen.rows(position, logits.shape, by_row), logits, -jnp.inf)
             m_new = jnp.maximum(m, jnp.max(logits, axis=0) * to_log2)
             shrink = jnp.exp2(m - m_new)
-            p = jnp.exp2(logits * to_log2 - spread(m_new, logits.shape))
+            p = jnp.exp2(logits * to_log2 - spread(m_new - products.shift, logits.shape))
             l = l * spread(shrink, l.shape) + p
-            p_ref[...] = p.astype(dtype)
+            products.exchange(p, position, scales, is_whole)
             ring.wait_values(index)
-            values = ring.values(index)
-            if not is_whole:
-                _zero_unseen(values, position, seen)
-                ring.release_writes()
-            p = plgpu.load(p_ref, layout=right)
-            turned = plgpu.load(values.transpose((1, 0)), layout=left)
-            return m_new, l, plgpu.mma(acc * spread(shrink, acc.shape), turned, p)
+            acc = products.add_values(acc * spread(shrink, acc.shape), index, position, is_whole)
+            return m_new, l, acc, next_scales
 
         def attend_up_to(stretch, carry):
             """Whole tiles, and one that may not be whole: the first, or the last."""
@@ -190,32 +172,20 @@ def _attend_item(
         starts_inside = (jax.lax.rem(start, jnp.int32(TILE)) != 0) & (count > 1)
         stretches = jnp.minimum(count, 1) + starts_inside.astype(jnp.int32)
         sums = (
-            full((columns,), _NO_KEY, by_column),
-            full((TILE, columns), 0, by_row),
-            full((head_dim, columns), 0, by_row),
+            filled((columns,), _NO_KEY, by_column),
+            filled((TILE, columns), 0, by_row),
+            filled((head_dim, columns), 0, by_row),
         )
-        _, m, l, acc = jax.lax.fori_loop(0, stretches, attend_up_to, (jnp.int32(0), *sums))
+        carry = jnp.int32(0), *sums, products.scales(jnp.int32(0))
+        _, m, l, acc, _ = jax.lax.fori_loop(0, stretches, attend_up_to, carry)
         ring.drain()
         l = jnp.sum(l, axis=0)
         share = 1 / jnp.maximum(l, 1e-30)
         out = (acc * spread(share, acc.shape)).astype(out_ref.dtype)
         turned = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)  # a thread has two channels of one head
         store(out_ref.at[item, kv_head].transpose((1, 0)), turned)
-        lse = (m + jnp.log2(jnp.maximum(l, 1e-30))) * math.log(2)
+        lse = (m - products.shift + jnp.log2(jnp.maximum(l, 1e-30))) * math.log(2)
         store(lse_ref.at[item, kv_head], jnp.where(l > 0, lse, -jnp.inf))
-
-
-def _zero_unseen(values, position, seen) -> None:
-    """Clear the slots of a tile that are not seen: they may hold anything, and 0 * NaN is NaN.
-
-    A quarter of a tile of 128 channels at a time, or it would take more registers than all the rest.
-    """
-    layout = plgpu.Layout.MMA_ACC(values.dtype, m_warps=2)
-    for row in range(0, values.shape[0], 32):
-        for channel in range(0, values.shape[1], 64):
-            some = values.at[pl.ds(row, 32), pl.ds(channel, 64)]
-            stored = plgpu.load(some, layout=layout)
-            some[...] = jnp.where(seen(position + row, stored.shape, layout), stored, jnp.zeros_like(stored))
 
 
 def _merge_items(first_item_ref, part_ref, part_lse_ref, out_ref, lse_ref):

@@ -188,8 +188,9 @@ MOSAIC_CONFIGS: dict[str, KernelConfig] = {
         f"mosaic/decode/{kv_format}/d{head_dim}/g{group}/p{block_size}": _decode(
             kv_format, head_dim, group, block_size, implementation="pallas_mosaic_gpu"
         )
-        for kv_format in ("bfloat16",)
+        for kv_format in ("bfloat16", "int8")
         for head_dim, group, block_size in ((128, 4, 64), (128, 4, 16), (128, 16, 64), (64, 4, 64), (256, 4, 64))
+        if kv_format != "int8" or block_size >= TILE
     },
     "mosaic/decode/merge/d128": _decode("bfloat16", 128, 4, merge=True, implementation="pallas_mosaic_gpu"),
 }

@@ -5,6 +5,7 @@ Collected from JAX 0.11.2 on (tests/conftest.py); test_mosaic_compat.py has what
 """
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -27,6 +28,8 @@ CASES = (
     DecodeCase(64, 8, 2, 128, "bfloat16", seq_lens=(0, 65, 1, 0, 200)),
     DecodeCase(16, 9, 3, 64, "float16", window=70, seq_lens=(17, 0, 130), soft_cap=3.0),
     DecodeCase(128, 16, 1, 64, "bfloat16", seq_lens=(129, 0, 64), sinks=True),
+    DecodeCase(64, 9, 3, 128, "bfloat16", kv_format="int8", window=100, seq_lens=(0, 65, 200)),
+    DecodeCase(128, 16, 1, 64, "float32", kv_format="int8", soft_cap=3.0, seq_lens=(129, 0, 64)),
     DecodeCase(32, 5, 1, 256, "float16", window=1, seq_lens=(0, 65, 33), scale=0.2),
 )
 
@@ -38,7 +41,13 @@ def run_without_races(case: DecodeCase, inputs: DecodeInputs, **changed):
     return output
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Five seconds each on an idle core and more, most of them compiling what the interpreter makes of a kernel.
+FAST = (CASES[0], CASES[3])
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
 def test_equals_reference_and_sees_no_poison(case):
     """And is at most twice as far from float64 as a naive computation, the rule FlashAttention is tested by."""
     inputs = decode_inputs(case)
@@ -63,6 +72,7 @@ ROWS = DecodeCase(64, 4, 1, 64, "bfloat16", seq_lens=(321, 64, 0, 300, 200))
 KV_STARTS = np.array([5, 0, 0, 64, 199], np.int32)
 
 
+@pytest.mark.slow
 def test_split_every_way():
     """Items of 1, 3 and all tiles, a first tile that is not seen whole, more tiles than the ring holds."""
     inputs = decode_inputs(ROWS)
@@ -92,46 +102,42 @@ def test_mutants_fail():
             assert_close(case, actual, expected)
 
 
-# What is wrong -> method of Ring, what takes its place, tokens of a row (2 tiles or 7, and the ring holds 4).
+# What is wrong -> method of Ring, what takes its place, tokens of a row (2 tiles or 7, and the ring holds 4), and what the
+# interpreter may say of it: JAX 0.12 raises at a race, 0.11.2 goes on and says so afterwards.
+RACE = "RACE DETECTED"
 WRONG_RINGS = {
-    "no wait for keys": ("wait_keys", lambda ring, index: None, 128),
-    "no wait for values": ("wait_values", lambda ring, index: None, 128),
-    "keys of the next slot": ("keys", lambda ring, index: ring.refs[0].at[ring.slot(index + 1)], 420),
-    "values of the next slot": ("values", lambda ring, index: ring.refs[1].at[ring.slot(index + 1)], 420),
+    "no wait for keys": ("wait_keys", lambda ring, index: None, 128, RACE),
+    "no wait for values": ("wait_values", lambda ring, index: None, 128, RACE),
+    "keys of the next slot": ("keys", lambda ring, index: ring.refs[0].at[ring.slot(index + 1)], 420, RACE),
+    "values of the next slot": ("values", lambda ring, index: ring.refs[1].at[ring.slot(index + 1)], 420, RACE),
+    "a slot fetched into too early": (
+        "advance",
+        lambda ring, index: ring._fetch_if_there(index + ring.shape.stages),
+        420,
+        f"no threads observed phase 0|{RACE}",
+    ),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_RINGS)
 def test_wrong_rings_are_betrayed(wrong, monkeypatch):
-    """Missing waits by the race detector, wrong places by the numbers."""
-    method, replacement, length = WRONG_RINGS[wrong]
+    """By the race detector, by an error of the interpreter, or where a wait is not what is missing by wrong numbers."""
+    method, replacement, length, error = WRONG_RINGS[wrong]
     case = DecodeCase(64, 2, 1, 64, "bfloat16", seq_lens=(0, length))
     inputs = decode_inputs(case)
     arrays = (inputs.q, inputs.rows.kv, inputs.rows.block_table, inputs.seq_lens)
     plan = plan_decode(*arrays[1:], chunk=1024, implementation=INTERPRETED)  # one item: nothing to merge
     monkeypatch.setattr(mosaic_ring.Ring, method, replacement)
+    attend = functools.partial(decode_attention, options=case.options, plan=plan, implementation=INTERPRETED)
     with race_detectors() as detectors:
-        output = jax.jit(
-            functools.partial(decode_attention, options=case.options, plan=plan, implementation=INTERPRETED)
-        )(*arrays)
-        out = np.asarray(output.out, np.float32)
+        try:
+            out = np.asarray(jax.jit(attend)(*arrays).out, np.float32)
+        except jax.errors.JaxRuntimeError as refusal:
+            assert re.search(error, str(refusal))
+            return
     is_race = any(detector.races_found for detector in detectors)
     is_wrong = not np.allclose(out, run(case, inputs, "reference").out, rtol=0, atol=ATTENTION_OUT[case.dtype])
     assert is_race if "wait" in wrong else is_wrong
-
-
-def test_a_slot_fetched_into_too_early_is_an_error(monkeypatch):
-    """The interpreter sees a barrier complete before anybody has waited for its phase before."""
-    monkeypatch.setattr(
-        mosaic_ring.Ring, "advance", lambda ring, index: ring._fetch_if_there(index + ring.shape.stages)
-    )
-    case = DecodeCase(64, 2, 1, 64, "bfloat16", seq_lens=(0, 420))
-    inputs = decode_inputs(case)
-    arrays = (inputs.q, inputs.rows.kv, inputs.rows.block_table, inputs.seq_lens)
-    plan = plan_decode(*arrays[1:], chunk=1024, implementation=INTERPRETED)
-    attend = functools.partial(decode_attention, options=case.options, plan=plan, implementation=INTERPRETED)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no threads observed phase 0"):
-        jax.block_until_ready(jax.jit(attend)(*arrays))
 
 
 def test_wrong_rings_name_methods_of_the_ring():
@@ -141,7 +147,9 @@ def test_wrong_rings_name_methods_of_the_ring():
 LOWERED = [
     case
     for case in DECODE_CASES
-    if case.block_size >= 16 and case.head_dim % 64 == 0 and case.stored in MOSAIC_OPERATIONS["decode_attention"]
+    if case.block_size >= (64 if case.stored == "int8" else 16)
+    and case.head_dim % 64 == 0
+    and case.stored in MOSAIC_OPERATIONS["decode_attention"]
 ]
 
 

@@ -29,10 +29,12 @@ def test_budgets_of_llama_heads_hold_what_was_promised():
 def test_budgets_of_mosaic_gpu_keep_what_tritons_promise(target):
     """The same ceilings, and blocks arrive by TMA where there is one."""
     budgets = load_budgets()
-    for name in MOSAIC_CONFIGS:
-        assert name in budgets
-    budget = budgets["mosaic/decode/bfloat16/d128/g4/p64"]
-    budget |= budget.get(target, {})
-    assert budget["registers"] <= 128 and budget["loop_instructions_per_kv_byte"] <= 0.040
-    assert budget["uses"] == ["cp_async_16" if target == "a100" else "tma", "mma"]
-    assert all(budget[name] == 0 for name in ("cp_async_narrow", "byte_lds", "int_to_float", "tf32"))
+    assert budgets.keys() >= MOSAIC_CONFIGS.keys()
+    for kv_format, instructions in (("bfloat16", 0.040), ("int8", 0.090)):
+        budget = budgets[f"mosaic/decode/{kv_format}/d128/g4/p64"]
+        budget |= budget.get(target, {})
+        # 132 for int8 on an A100, where shared memory and not registers limit how many run at once.
+        assert budget["registers"] <= (136 if (kv_format, target) == ("int8", "a100") else 128)
+        assert budget["loop_instructions_per_kv_byte"] <= instructions
+        assert budget["uses"] == ["cp_async_16" if target == "a100" else "tma", "mma"]
+        assert all(budget[name] == 0 for name in ("cp_async_narrow", "byte_lds", "int_to_float", "tf32"))

@@ -32,7 +32,14 @@ def test_supported_or_refused_with_the_reason(name):
     ("changed", "reason"),
     [
         ({"head_dim": 80}, "head_dim must be a multiple of 64, the rows of a warpgroup's tile, not 80"),
-        ({"kv_format": "float32"}, "the KV format of decode_attention must be one of bfloat16, float16, not float32"),
+        (
+            {"kv_format": "float32"},
+            "the KV format of decode_attention must be one of bfloat16, float16, int8, not float32",
+        ),
+        (
+            {"kv_format": "int8", "block_size": 32},
+            "must be at least 64 for int8, a tile with its scales in one block, not 32",
+        ),
         ({"group": 32}, "at most 16 query heads may share a KV head, not 32"),
         ({"block_size": 8}, "block_size must be at least 16"),
         ({"capability": (7, 5)}, "needs compute capability 8.0 (Ampere) or newer, and this GPU has 7.5"),
@@ -41,7 +48,7 @@ def test_supported_or_refused_with_the_reason(name):
 )
 def test_what_cannot_run_is_refused_with_the_reason(changed, reason):
     configuration = dataclasses.replace(H200, **changed)
-    told = reason if IS_NEW or "block" in reason or "heads" in reason else TOO_OLD
+    told = reason if IS_NEW or "at least 16" in reason or "heads" in reason else TOO_OLD
     with pytest.raises(ValueError, match=re.escape(told)):
         dispatch.resolve("pallas_mosaic_gpu", configuration)
 
