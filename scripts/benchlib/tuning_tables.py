@@ -95,11 +95,12 @@ def _tell_traffic(report: Report, tuned: Tuned) -> None:
             f"within the goal, {before.score:.3g}" + _advice(share),
             highlight=False,
         )
-        duration = planner.trace.requests[-1].arrival / 2 / tuned.reference
+        fastest = max(trial.outcome.details.highest.speed for trial in tuned.trials)
+        duration = planner.trace.requests[-1].arrival / 2 / fastest
         if duration < _SHORT * goal.ttft:
             say(
-                f"At that rate the searched half lasts {duration:.3g} s, short against ttft_limit = {goal.ttft:g} s: "
-                "what is found holds for a burst. Raise num_requests",
+                f"At the highest rate that was found a half lasts {duration:.3g} s, short against ttft_limit "
+                f"= {goal.ttft:g} s: what is found holds for a burst. Raise num_requests",
                 style="yellow",
             )
         return
