@@ -28,6 +28,7 @@ from articlelib.lab import FULL, QUICK, SMALL, Lab
 from articlelib.registry import PARTS, REAL, Part
 from articlelib.verdict import Verdict, not_measured, of_row
 from articlelib.worlds import RealWorld, SimulatedWorld
+from benchlib.partial_report import save
 from benchlib.random_model import write_random_model
 from gpulib.step_programs import MODELS
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -77,13 +78,16 @@ def _measure(report: measurement.Report) -> None:
         task = bar.add_task("", total=len(parts), count=0)
         lab.tick = lambda: bar.advance_count()
         values = {}
-        verdicts: dict[str, list[Verdict]] = {row: [] for row in rows}
+        verdicts: dict[str, list[tuple[Verdict, str]]] = {row: [] for row in rows}
         for part in parts:
             bar.update(task, description=part.name)
             bar.task = task
             found = _run(report, lab, part, mode)
-            for row in set(part.rules) & set(rows):
-                verdicts[row] += _judge(part, row, found, lab)
+            for row in sorted(set(part.rules) & set(rows)):
+                judged = list(_judge(part, row, found, lab))
+                _record(report, row, judged)
+                verdicts[row] += judged
+            save(report)
             if not isinstance(found, str):
                 values[part.name] = found
             bar.advance(task)
@@ -214,6 +218,17 @@ def _judge(part: Part, row: str, found: dict[str, Any] | str, lab: Lab) -> Itera
         yield verdict, _where(part, lab)
 
 
+def _record(report: measurement.Report, row: str, judged: list[tuple[Verdict, str]]) -> None:
+    for verdict, where in judged:
+        told = dataclasses.asdict(verdict)
+        told.pop("numbers")
+        name = f"{row}: {verdict.what} ({where})"
+        if verdict.numbers:
+            report.add(name, verdict.numbers[:1], unit="", metric="verdict", engine=where, **told)
+        else:
+            report.skip(name, verdict.why, engine=where, metric="verdict", **told)
+
+
 def _tell(report: measurement.Report, verdicts: dict[str, list[tuple[Verdict, str]]]) -> None:
     table = Table(title="What two articles say, and what is measured here", show_lines=True)
     for heading in ("row", "claim", "claimed", "ours", "verdict", "why", "where"):
@@ -223,13 +238,6 @@ def _tell(report: measurement.Report, verdicts: dict[str, list[tuple[Verdict, st
         for verdict, where in found:
             cells = (row, verdict.what, verdict.claimed, verdict.ours, verdict.verdict, verdict.why, where)
             table.add_row(*cells, style=styles.get(verdict.verdict))
-            told = dataclasses.asdict(verdict)
-            told.pop("numbers")
-            name = f"{row}: {verdict.what} ({where})"
-            if verdict.verdict == "not measurable here" and not verdict.numbers:
-                report.skip(name, verdict.why, engine=where, metric="verdict", **told)
-            else:
-                report.add(name, verdict.numbers[:1], unit="", metric="verdict", engine=where, **told)
     report.console.print(table)
     summary = Table(title="Rows")
     for heading in ("row", "what it says", "verdict", "claims confirmed", "not measured"):
