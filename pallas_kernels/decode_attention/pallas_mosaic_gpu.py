@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic_compat
+from pallas_kernels import mosaic_compat, mosaic_support
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.decode_attention.mosaic_products import FloatProducts, Int8Products, Seen, filled, rows_layout
@@ -46,7 +46,7 @@ def decode_attention(
     """Products are taken in the stored dtype, int8 in float16; sums in float32."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
-    if reason := mosaic_compat.unavailable():
+    if reason := mosaic_support.unavailable():
         raise NotImplementedError(f"the Mosaic GPU kernels cannot run: JAX {reason}")
     if not options.scale > 0:
         raise ValueError(f"Expected a positive scale, got {options.scale=}")

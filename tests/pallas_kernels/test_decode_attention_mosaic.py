@@ -1,7 +1,7 @@
 """decode_attention's Mosaic GPU kernel in Pallas' interpreter: against the reference and float64, without races; and wrong
 rings, which the race detector or the numbers must betray.
 
-Collected from JAX 0.11.2 on (tests/conftest.py); test_mosaic_compat.py has what older ones do.
+Collected from JAX 0.11.2 on (tests/conftest.py); test_mosaic_support.py has what older ones do.
 """
 
 import functools
