@@ -97,6 +97,10 @@ def ring_shape(kv: LayerKV, *, has_tma: bool) -> RingShape:
     head_dim, dtype = kv.head_dim, kv.k.dtype
     stages = max(2, 65536 // (2 * TILE * head_dim * dtype.itemsize))
     is_turned = kv.v_format.is_scaled
+    if head_dim % 64 or (is_turned and kv.block_size < TILE):
+        raise ValueError(
+            f"Expected head_dim a multiple of 64 and int8 blocks of at least {TILE} tokens, got {kv.k.shape=}"
+        )
     keys = jax.ShapeDtypeStruct((TILE, head_dim), dtype)
     values = jax.ShapeDtypeStruct((head_dim, TILE), dtype) if is_turned else keys
     return RingShape(stages, TILE, kv.block_size, keys, values, has_tma, token_axes=(0, int(is_turned)))
