@@ -8,11 +8,12 @@ Triton kernels, and says so.
 import dataclasses
 from typing import NamedTuple
 
-from pallas_kernels import mosaic_compat
+from pallas_kernels import mosaic_support
 from pallas_kernels.triton_compat import MAX_ONE_BYTE_ELEMENTS
 
-# Triton before Mosaic GPU, on every architecture and for every format: neither has been timed on a GPU, and this one has
-# kernels for all operations.
+# Triton before Mosaic GPU, on every architecture and for every format: neither has been timed on a GPU, Triton has kernels
+# for all operations, and XLA leaves Mosaic GPU's calls out of its CUDA graphs (JAX 0.11.2), which cuts a decode step into one
+# graph a layer with two launches between.
 PREFERENCE = ("pallas_triton", "xla")
 ALL = (
     "pallas_triton",
@@ -123,7 +124,7 @@ def _not_for_triton(configuration: Configuration) -> str | None:
 
 def _not_for_mosaic(configuration: Configuration) -> str | None:
     """What the Mosaic GPU kernels can't do of a configuration that the Triton kernels can."""
-    if reason := mosaic_compat.unavailable():
+    if reason := mosaic_support.unavailable():
         return reason
     if configuration.head_dim % 64:
         return f"head_dim must be a multiple of 64, the rows of a warpgroup's tile, not {configuration.head_dim}"

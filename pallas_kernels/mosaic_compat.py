@@ -1,20 +1,11 @@
-"""The one place that knows Pallas' Mosaic GPU backend: its names, alike in JAX 0.11.2 and 0.12, and whether it is there.
+"""The one place that knows what is different in Pallas' Mosaic GPU backend between JAX 0.11.2 and 0.12.
 
-Older versions of JAX have the backend without what the kernels need of it (`mma`, which came in 0.11).
+Import it, and what builds on it, only to run it (see mosaic_support).
 """
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu  # noqa: F401
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-LEAST_JAX = "0.11.2"
-
-
-def unavailable() -> str | None:
-    """Why this JAX has no Mosaic GPU backend for us; None where it has one."""
-    if hasattr(plgpu, "mma"):
-        return None
-    return f"needs JAX {LEAST_JAX} or newer, and this is {jax.__version__}"
 
 
 def compute_capability() -> tuple[int, int]:

@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("jaxkv")
 TORCH_MODULES = 6
 # Tests that read request traces beside the checkout (small made-up traces cover the logic where they are absent).
 TRACES, TRACE_TESTS = pathlib.Path(__file__).parents[2] / "shared" / "traces", 3
-# Tests of kernels for which JAX must be this new; test_mosaic_compat.py has what an older one does instead.
+# Tests of kernels for which JAX must be this new; test_mosaic_support.py has what an older one does instead.
 MOSAIC_JAX = (0, 11, 2)
 if tuple(map(int, importlib.metadata.version("jax").split(".")[:3])) < MOSAIC_JAX:
     collect_ignore_glob = ["pallas_kernels/test_*_mosaic.py"]

@@ -7,16 +7,24 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput, add_sinks
-from pallas_kernels.decode_attention import pallas_mosaic_gpu, pallas_triton, reference, xla
+from pallas_kernels.decode_attention import pallas_triton, reference, xla
 from pallas_kernels.decode_attention import plan as planning
 from pallas_kernels.decode_attention.plan import SplitPlan
 from pallas_kernels.layer_kv import LayerKV
 
+
+def _pallas_mosaic_gpu(*arrays, interpret: bool = False, **planned) -> AttentionOutput:
+    """Imported when it is called: see mosaic_support."""
+    from pallas_kernels.decode_attention import pallas_mosaic_gpu
+
+    return pallas_mosaic_gpu.decode_attention(*arrays, interpret=interpret, **planned)
+
+
 _IMPLEMENTATIONS = {
     "pallas_triton": pallas_triton.decode_attention,
     "pallas_triton_interpreted": functools.partial(pallas_triton.decode_attention, interpret=True),
-    "pallas_mosaic_gpu": pallas_mosaic_gpu.decode_attention,
-    "pallas_mosaic_gpu_interpreted": functools.partial(pallas_mosaic_gpu.decode_attention, interpret=True),
+    "pallas_mosaic_gpu": _pallas_mosaic_gpu,
+    "pallas_mosaic_gpu_interpreted": functools.partial(_pallas_mosaic_gpu, interpret=True),
     "xla": xla.decode_attention,
     "reference": reference.decode_attention,
 }

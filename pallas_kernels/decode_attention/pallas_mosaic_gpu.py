@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic_compat
+from pallas_kernels import mosaic_compat, mosaic_support
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.decode_attention.mosaic_products import FloatProducts, Int8Products, Seen, filled, rows_layout
@@ -46,7 +46,7 @@ def decode_attention(
     """Products are taken in the stored dtype, int8 in float16; sums in float32."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
-    if reason := mosaic_compat.unavailable():
+    if reason := mosaic_support.unavailable():
         raise NotImplementedError(f"the Mosaic GPU kernels cannot run: JAX {reason}")
     if not options.scale > 0:
         raise ValueError(f"Expected a positive scale, got {options.scale=}")
@@ -97,6 +97,10 @@ def ring_shape(kv: LayerKV, *, has_tma: bool) -> RingShape:
     head_dim, dtype = kv.head_dim, kv.k.dtype
     stages = max(2, 65536 // (2 * TILE * head_dim * dtype.itemsize))
     is_turned = kv.v_format.is_scaled
+    if head_dim % 64 or (is_turned and kv.block_size < TILE):
+        raise ValueError(
+            f"Expected head_dim a multiple of 64 and int8 blocks of at least {TILE} tokens, got {kv.k.shape=}"
+        )
     keys = jax.ShapeDtypeStruct((TILE, head_dim), dtype)
     values = jax.ShapeDtypeStruct((head_dim, TILE), dtype) if is_turned else keys
     return RingShape(stages, TILE, kv.block_size, keys, values, has_tma, token_axes=(0, int(is_turned)))

@@ -16,7 +16,7 @@ from gpulib import mosaic
 from gpulib.census import census, launches
 from gpulib.deviceless import compile_for
 from gpulib.inventory import inventory
-from pallas_kernels import mosaic_compat
+from pallas_kernels import mosaic_support
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.decode_attention import decode_attention
@@ -182,7 +182,7 @@ CONFIGS: dict[str, KernelConfig] = {
     "prefill_attention/float32/d64/g4": _prefill("float32", 64, dtype="float32"),
     "prefill_attention/float32/d128/g4": _prefill("float32", 128, dtype="float32"),
 }
-# Left out where JAX is too old for them (mosaic_compat.unavailable() says so).
+# Left out where JAX is too old for them (mosaic_support.unavailable() says so).
 MOSAIC_CONFIGS: dict[str, KernelConfig] = {
     **{
         f"mosaic/decode/{kv_format}/d{head_dim}/g{group}/p{block_size}": _decode(
@@ -194,5 +194,5 @@ MOSAIC_CONFIGS: dict[str, KernelConfig] = {
     },
     "mosaic/decode/merge/d128": _decode("bfloat16", 128, 4, merge=True, implementation="pallas_mosaic_gpu"),
 }
-if mosaic_compat.unavailable() is None:
+if mosaic_support.unavailable() is None:
     CONFIGS |= MOSAIC_CONFIGS

@@ -1,6 +1,7 @@
 """The executor's own step functions at real models' shapes, compiled for GPUs that are not here."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -9,6 +10,7 @@ import re
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gpulib import mosaic
 from gpulib.census import Launch, launches
 from gpulib.deviceless import compiler_options, target_mesh
 from jaxkv.capacity import shard
@@ -64,6 +66,7 @@ class StepBuild:
       temporary_bytes: the biggest temporary. cache_copies: copies of an array as large as a layer's pool. weight_copies: as
         large as a weight matrix. launches: in program order, those in CUDA graphs included.
       graphs: CUDA graphs that XLA makes of them. outside_graphs: launches that stay out of graphs.
+      custom_calls: calls of foreign code, none of them in graphs: Mosaic GPU's kernels, and what XLA calls libraries for.
     """
 
     cache_bytes: int
@@ -75,6 +78,7 @@ class StepBuild:
     num_layers: int
     graphs: int
     outside_graphs: int
+    custom_calls: int
 
     @property
     def problems(self) -> list[str]:
@@ -126,12 +130,14 @@ def build_step(
     """Compile step function `kind` of BUCKETS for a target; `dump` is emptied first."""
     made = programs(model, kv_format, implementation)
     mesh = target_mesh(target)
-    with jax.set_mesh(mesh):
+    is_mosaic = implementation.startswith("pallas_mosaic_gpu")
+    with jax.set_mesh(mesh), mosaic.building(target) if is_mosaic else contextlib.nullcontext():
         lowered = made.lower(kind, BUCKETS[kind], NamedSharding(mesh, PartitionSpec()))
         compiled = lowered.compile(compiler_options=compiler_options(dump, fail_on_spill=False))
     memory = compiled.memory_analysis()
     pools = jax.tree.leaves(made.abstract_cache)
-    graphs, outside = graph_grouping(next(dump.glob("*thunk_sequence_after_thunk_passes.txt")).read_text())
+    thunks = next(dump.glob("*thunk_sequence_after_thunk_passes.txt")).read_text()
+    graphs, outside = graph_grouping(thunks)
     hlo = compiled.as_text()
     return StepBuild(
         cache_bytes=sum(x.size * x.dtype.itemsize for x in pools),
@@ -143,6 +149,7 @@ def build_step(
         num_layers=model.num_layers,
         graphs=graphs,
         outside_graphs=outside,
+        custom_calls=len(re.findall(r"(?m)^ *\d+: kCustomCall", thunks)),
     )
 
 

@@ -1,7 +1,7 @@
 """decode_attention's Mosaic GPU kernel in Pallas' interpreter: against the reference and float64, without races; and wrong
 rings, which the race detector or the numbers must betray.
 
-Collected from JAX 0.11.2 on (tests/conftest.py); test_mosaic_compat.py has what older ones do.
+Collected from JAX 0.11.2 on (tests/conftest.py); test_mosaic_support.py has what older ones do.
 """
 
 import functools
@@ -169,3 +169,9 @@ def test_what_the_kernel_does_not_do_is_refused():
     arrays = (inputs.q, *inputs.rows[:2], inputs.seq_lens)
     with pytest.raises(ValueError, match="positive scale"):
         decode_attention(*arrays, AttentionOptions(-1.0), implementation=INTERPRETED)
+    for case in (DecodeCase(head_dim=80, dtype="bfloat16"), DecodeCase(block_size=32, kv_format="int8")):
+        inputs = decode_inputs(case)
+        with pytest.raises(ValueError, match="multiple of 64 and int8 blocks of at least 64"):
+            decode_attention(
+                inputs.q, *inputs.rows[:2], inputs.seq_lens, AttentionOptions(1.0), implementation=INTERPRETED
+            )

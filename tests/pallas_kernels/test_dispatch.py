@@ -39,7 +39,7 @@ def test_unset_takes_the_first_supported_and_says_why(configuration, expected):
     assert dispatch.resolve(None, configuration) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in dispatch.ALL if "mosaic" not in name])  # see test_mosaic_compat.py
+@pytest.mark.parametrize("name", [name for name in dispatch.ALL if "mosaic" not in name])  # see test_mosaic_support.py
 def test_a_named_implementation_is_taken(name):
     assert dispatch.resolve(name, H200)[0] == name
     assert {dispatch.backend(operation, name) for operation in dispatch.OPERATIONS} == {name}

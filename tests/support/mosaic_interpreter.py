@@ -1,6 +1,6 @@
 """Running Mosaic GPU kernels in Pallas' interpreter: a lowering that it lacks, and the races it sees.
 
-For JAX from mosaic_compat.LEAST_JAX on; older ones have none of this.
+For JAX that mosaic_support.unavailable has nothing against; older ones have none of this.
 """
 
 import contextlib

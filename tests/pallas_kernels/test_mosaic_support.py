@@ -1,23 +1,27 @@
 """What every JAX makes of the Mosaic GPU backend: kernels from 0.11.2 on, a refusal that says why before."""
 
 import dataclasses
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from pallas_kernels import dispatch, mosaic_compat
+from pallas_kernels import dispatch, mosaic_support
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.cases import DecodeCase, decode_inputs
 
 H200 = dispatch.Configuration("cuda", (9, 0), 64, head_dim=128, group=4, dtype="bfloat16", kv_format="bfloat16")
+ROOT = pathlib.Path(__file__).parents[2]
 IS_NEW = jax.__version_info__ >= (0, 11, 2)
 NAMES = ("pallas_mosaic_gpu", "pallas_mosaic_gpu_interpreted")
 TOO_OLD = f"needs JAX 0.11.2 or newer, and this is {jax.__version__}"
 
 
 def test_the_version_decides():
-    assert mosaic_compat.unavailable() == (None if IS_NEW else TOO_OLD)
+    assert mosaic_support.unavailable() == (None if IS_NEW else TOO_OLD)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,3 +70,9 @@ def test_an_old_jax_does_not_run_the_kernels():
     else:
         with pytest.raises(NotImplementedError, match=re.escape(TOO_OLD)):
             attend(*arrays)
+
+
+def test_importing_the_operations_does_not_bring_the_backend_along():
+    code = "import sys, pallas_kernels.decode_attention; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert run.stdout.strip() == "False", run.stderr
