@@ -72,7 +72,7 @@ def test_figures():
     assert figures.keys() == FIGURES.keys()
     assert figures == {
         "registers": 80, "spilled": 0, "threads": 128, "shared_memory": 3072, "cp_async_16": 2, "cp_async_narrow": 1,
-        "loads_16": 1, "mma": 2, "wgmma": 1, "wgmma_serialized": 0, "byte_lds": 1, "int_to_float": 1, "tf32": 1,
+        "tma": 0, "loads_16": 1, "mma": 2, "wgmma": 1, "wgmma_serialized": 0, "byte_lds": 1, "int_to_float": 1, "tf32": 1,
         "loop_instructions": 9, "smallest_loop_instructions": 2, "loop_instructions_per_kv_byte": 9 * 4 / 1024,
     }  # fmt: skip
 
