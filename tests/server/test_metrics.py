@@ -385,7 +385,7 @@ def test_every_scrape_beside_traffic_is_consistent(sim_server):
 
     scrapes = 0
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        pending = [pool.submit(ask, number) for number in range(60)]
+        pending = [pool.submit(ask, number) for number in range(240)]
         while not all(future.done() for future in pending):
             values = scrape(sim_server)
             hit = sum(values.by("jaxkv_prefix_cache_hit_tokens_total").values())
@@ -398,7 +398,7 @@ def test_every_scrape_beside_traffic_is_consistent(sim_server):
     for future in pending:
         future.result()
     # The last token's news come after the snapshot that counts it.
-    assert scrape(sim_server)("vllm:e2e_request_latency_seconds_count") == 60 and scrapes > 3
+    assert scrape(sim_server)("vllm:e2e_request_latency_seconds_count") == 240 and scrapes > 3
 
 
 def test_a_snapshot_does_not_change():
