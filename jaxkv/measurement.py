@@ -146,16 +146,21 @@ class Report:
         self.console.print(f"load average on {cores} cores: {load}; with other load, quote the ratios alone")
 
 
-def check_plot(path: str | None) -> None:
+def check_installed(module: str, *, extra: str) -> None:
+    """Before anything is measured: whether an optional library is there. Raises AbsentError."""
+    if importlib.util.find_spec(module) is None:
+        raise AbsentError(f"{module} is not installed (pip install -e '.[{extra}]')")
+
+
+def check_plot(path: str | None, *, flag: str = "plot") -> None:
     """Before anything is measured: whether a plot that was asked for can be drawn. Raises ConfigError or AbsentError."""
     if path is None:
         return
     if not path.endswith(".png"):
-        raise ConfigError(f"plot is {path!r}; its name must end in .png")
+        raise ConfigError(f"{flag} is {path!r}; its name must end in .png")
     if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"plot is {path!r}, in a folder that does not exist")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
+        raise ConfigError(f"{flag} is {path!r}, in a folder that does not exist")
+    check_installed("matplotlib", extra="plot")
 
 
 def run(

@@ -9,8 +9,6 @@ Serial: one request at a time, so it needs no model and no GPU. Policies adapt o
 hits are counted on the second.
 """
 
-import importlib.util
-import pathlib
 
 from absl import flags
 from rich.progress import Progress
@@ -63,11 +61,8 @@ def _open_trace() -> Trace:
 def _measure(report: measurement.Report) -> None:
     if unknown := set(_POLICIES.value) - set(EVICTION_POLICIES):
         raise ConfigError(f"policies has {', '.join(sorted(unknown))}; there are: {', '.join(EVICTION_POLICIES)}")
-    if _PLOT.value is not None and not pathlib.Path(_PLOT.value).parent.is_dir():
-        raise ConfigError(f"plot is {_PLOT.value!r}, in a folder that does not exist")
+    measurement.check_plot(_PLOT.value)
     lookaheads = _whole_numbers("lookaheads", 0)
-    if _PLOT.value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise measurement.AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
     trace = _open_trace()
     distinct = len({block for request in trace.requests for block in request.block_ids})
     capacities = _whole_numbers("capacities", 1) or sorted({max(1, int(part * distinct)) for part in _FRACTIONS})

@@ -30,7 +30,7 @@ import aiohttp
 from absl import flags
 from benchlib import serving_metrics
 from benchlib import serving_workloads as workloads
-from benchlib.serving_client import Outcome, ask
+from benchlib.serving_client import Outcome, ask, first_model
 from rich.progress import Progress
 
 from jaxkv import measurement
@@ -151,7 +151,7 @@ async def _drive(report: measurement.Report, base_url: str, conversations: Seque
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), headers=headers
     ) as session:
-        model = _NAME.value or await _first_model(session, base_url)
+        model = _NAME.value or await first_model(session, base_url)
         client = _Client(session, base_url + _ENDPOINT.value, model)
         warm_up = workloads.Turn(tuple(range(_INPUT_LEN.value)), min(4, _OUTPUT_LEN.value))
         for _ in range(_WARMUPS.value):
@@ -211,17 +211,6 @@ class _Client:
         waits = time.perf_counter()
         async with self._places:
             return await ask(self._session, self._url, body, queue_time=time.perf_counter() - waits)
-
-
-async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    try:
-        async with session.get(f"{base_url}/v1/models") as response:
-            return (await response.json())["data"][0]["id"]
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"base_url is {base_url}, and GET /v1/models there gives no model ({type(error).__name__}: {error}); "
-            "give served_model_name if the server has no such list"
-        ) from error
 
 
 async def _counters(session: aiohttp.ClientSession, base_url: str) -> dict[str, float]:

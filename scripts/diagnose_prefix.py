@@ -11,7 +11,6 @@ sharing and block manager. Needs no weights and no GPU. Texts are shown with --s
 """
 
 import dataclasses
-import importlib.util
 import pathlib
 
 from absl import flags
@@ -103,11 +102,7 @@ def _check_flags() -> None:
     if _LOG.value is not None and _PROMPTS.value is not None:
         raise ConfigError("log and prompts are both set; diagnose one of them")
     for name in ("plot", "timeline"):
-        path = flags.FLAGS[name].value
-        if path is not None and not pathlib.Path(path).parent.is_dir():
-            raise ConfigError(f"{name} is {path!r}, in a folder that does not exist")
-        if path is not None and importlib.util.find_spec("matplotlib") is None:
-            raise measurement.AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
+        measurement.check_plot(flags.FLAGS[name].value, flag=name)
     if _PROMPTS.value is not None and _TIMELINE.value is not None:
         raise ConfigError("timeline is set, but prompts have no times: give a log of served requests")
     if _TEXT.value and _LOG.value is not None and _MODEL.value is None:

@@ -17,7 +17,6 @@ XLA path. Weights are float32.
 
 import contextlib
 import functools
-import importlib.util
 import pathlib
 import platform
 from collections.abc import Sequence
@@ -109,20 +108,13 @@ def _check_flags() -> None:
     ):
         if not flag.value or set(flag.value) - set(known):
             raise ConfigError(f"{flag.name} is {','.join(flag.value)!r}; there are {', '.join(known)}")
-    if "generation" in _METRICS.value and importlib.util.find_spec("rouge_score") is None:
-        raise measurement.AbsentError("metrics has generation: rouge-score is not installed (pip install -e '.[eval]')")
+    if "generation" in _METRICS.value:
+        measurement.check_installed("rouge_score", extra="eval")
     if _TEXT.value is not None and _PROMPTS.value is not None:
         raise ConfigError("text and prompts are both given; choose one")
-    if _PLOT.value is None:
-        return
-    if "teacher_forced" not in _METRICS.value:
+    if _PLOT.value is not None and "teacher_forced" not in _METRICS.value:
         raise ConfigError("plot is given, which draws teacher_forced: add it to metrics")
-    if not _PLOT.value.endswith(".png"):
-        raise ConfigError(f"plot is {_PLOT.value!r}; its name must end in .png")
-    if not pathlib.Path(_PLOT.value).absolute().parent.is_dir():
-        raise ConfigError(f"plot is {_PLOT.value!r}, in a folder that does not exist")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise measurement.AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
+    measurement.check_plot(_PLOT.value)
 
 
 def _read(flag: str) -> str:

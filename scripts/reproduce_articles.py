@@ -13,7 +13,6 @@ counts as refuted when one of them is. Verdicts are results: exit code 1 only if
 
 import contextlib
 import dataclasses
-import importlib.util
 import pathlib
 import tempfile
 import time
@@ -67,8 +66,8 @@ def _rows() -> list[str]:
 
 def _measure(report: measurement.Report) -> None:
     rows = _rows()
-    if _PLOT.value is not None and importlib.util.find_spec("matplotlib") is None:
-        raise measurement.AbsentError("matplotlib is not installed (pip install -e '.[plot]')")
+    if _PLOT.value is not None:
+        measurement.check_installed("matplotlib", extra="plot")
     logging.set_verbosity(logging.ERROR)
     mode = _mode()
     report.config["mode"] = mode

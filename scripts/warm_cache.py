@@ -19,6 +19,7 @@ import aiohttp
 from absl import flags
 from benchlib import cache_warming
 from benchlib.cache_warming import KnownPrompt, Warmed
+from benchlib.serving_client import first_model
 from rich.table import Table
 
 from jaxkv import measurement
@@ -84,7 +85,7 @@ async def _talk(report: measurement.Report, prompts: list[KnownPrompt]) -> None:
     headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
     base_url, timeout = _BASE_URL.value.rstrip("/"), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        model = _NAME.value or await _first_model(session, base_url)
+        model = _NAME.value or await first_model(session, base_url)
         if not _MEASURE.value:
             _tell(report, await cache_warming.warm(session, base_url, model, prompts))
             return
@@ -103,17 +104,6 @@ async def _talk(report: measurement.Report, prompts: list[KnownPrompt]) -> None:
         ]
         if results[1]["value"] > 0:
             report.ratio("mean TTFT of the first requests: cold / warm", *results, target=None)
-
-
-async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    try:
-        async with session.get(f"{base_url}/v1/models") as response:
-            return (await response.json())["data"][0]["id"]
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"base_url is {base_url}, and GET /v1/models there gives no model ({type(error).__name__}: {error}); "
-            "start the server, or give served_model_name if it has no such list"
-        ) from error
 
 
 def _tell(report: measurement.Report, warmed: list[Warmed]) -> None:

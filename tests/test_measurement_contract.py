@@ -62,6 +62,7 @@ def test_help():
         ('report.ratio("judged", slow, fast, target=1.5)', ["--json_only"], 1, ""),
         ('raise ConfigError("size is 1; it must be 2")', [], 2, "example: size is 1; it must be 2\n"),
         ("pass", ["--sise=2"], 2, "example: jaxkv has no flag --sise; --help lists those it has\n"),
+        ('measurement.check_installed("no_such", extra="plot")', [], 3, "example: no_such is not installed (pip install -e '.[plot]')\n"),
         ("pass", ["word"], 2, "example: unexpected argument 'word'\n"),
         ('raise measurement.AbsentError("no GPU here")', [], 3, "example: no GPU here\n"),
     ],

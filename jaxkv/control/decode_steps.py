@@ -4,6 +4,10 @@ More steps a call hide the host and the dispatch; fewer let waiting requests sta
 readers more evenly. Only powers of two are chosen, so that an executor that compiles per C compiles few.
 """
 
+from collections.abc import Sequence
+
+from jaxkv.control.block_manager import BlockManager
+from jaxkv.control.request_state import RequestState
 from jaxkv.core.plan import StepTiming
 
 # A request that arrives waits for the two calls in flight. Where steps are so slow that calls are longer than this, C
@@ -26,7 +30,6 @@ def adaptive_decode_steps(
     *,
     least_remaining: int,
     most_remaining: int,
-    prefilling: bool,
     waiting: bool,
     num_rows: int,
     step_seconds: float,
@@ -37,7 +40,6 @@ def adaptive_decode_steps(
     Args:
       largest: the executor's limit.
       least_remaining / most_remaining: fewest and most tokens that a decode row may still produce (>= 1).
-      prefilling: the plan prefills. Its first tokens, and the next chunk, wait for this call's end: C = 1.
       waiting: requests wait for a row or for blocks. The call ends no later than the first row that must end, so that
         a place is filled as soon as it is free; a stop id costs at most C - 1 steps more.
       num_rows: rows that decode. step_seconds: what a step takes, 0 if unknown. From two rows on the server is shared,
@@ -45,14 +47,36 @@ def adaptive_decode_steps(
       host_chooses: running rows get a mask from the host before each token, so one token in two calls: these are as
         short as still hides the host, HOST_CALL_SECONDS.
     """
-    if prefilling:
-        return 1
     if waiting:
         largest = min(largest, least_remaining)
     most_seconds = HOST_CALL_SECONDS if host_chooses else SHARED_CALL_SECONDS
     if (num_rows > 1 or host_chooses) and step_seconds * largest > most_seconds:
         largest = max(1, int(most_seconds / step_seconds))
     return floor_power_of_two(min(largest, ceil_power_of_two(most_remaining)))
+
+
+def reserve_steps(
+    blocks: BlockManager, decoding: Sequence[RequestState], remaining: Sequence[int], num_steps: int
+) -> int:
+    """Give the rows the lookahead blocks for `num_steps` steps, or half as many until they fit; returns how many.
+
+    Args:
+      remaining: tokens that each row may still produce, at least 1; there is a block for the first of them.
+    """
+    block_size, num_free = blocks.block_size, blocks.num_free
+    lengths = [state.num_computed + state.num_in_flight for state in decoding]
+    while num_steps > 1:
+        missing = [
+            -(-(length + (num_steps if num_steps < left else left)) // block_size) - len(state.blocks)
+            for state, length, left in zip(decoding, lengths, remaining, strict=True)
+        ]
+        if sum(missing) <= num_free:
+            for state, count in zip(decoding, missing, strict=True):
+                if count:
+                    state.blocks += blocks.allocate(count)
+            break
+        num_steps //= 2
+    return num_steps
 
 
 class StepTimer:

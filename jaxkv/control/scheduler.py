@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable
 
 from jaxkv.control.block_manager import BlockManager
-from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_power_of_two
+from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_power_of_two, reserve_steps
 from jaxkv.control.eviction_choice import make_eviction_policy
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.flight import Flight, check_result, untold_masks
@@ -239,7 +239,8 @@ class Scheduler:
             for state in early:
                 self.waiting.push(state)
         copies = self.prefixes.end_admissions()
-        num_steps = self._reserve_lookahead(decoding, remaining, prefilling=bool(chunks))
+        num_steps = self._choose_steps(decoding, remaining, prefilling=bool(chunks))
+        num_steps = reserve_steps(self.blocks, decoding, remaining, num_steps)
         in_groups, prefix_groups = self.prefix_groups.choose(decoding)
         if prefix_groups:
             left_of = dict(zip(decoding, remaining, strict=True))
@@ -398,42 +399,26 @@ class Scheduler:
         self.prefixes.publish(state, end, planned=True, with_tail=chunk.is_last)
         return end - start
 
-    def _reserve_lookahead(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
-        """Choose C and take the blocks that C steps need; 0 when nothing decodes."""
+    def _choose_steps(self, decoding: list[RequestState], remaining: list[int], *, prefilling: bool) -> int:
+        """C, before it is known whether there are blocks for so many steps; 0 when nothing decodes."""
         if not decoding:
             return 0
-        if prefilling and not self.config.decode_steps:
-            return 1
         if self.config.decode_steps:
-            num_steps = min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
-        else:
-            waiting = len(self.waiting) > 0
-            # A row whose last token is in flight is free as soon as the step before this one is read.
-            ending = waiting and any([state.is_decoding and state.num_remaining <= 0 for state in self.running])
-            num_steps = adaptive_decode_steps(
-                self.limits.max_decode_steps,
-                least_remaining=1 if ending else min(remaining),
-                most_remaining=max(remaining),
-                prefilling=prefilling,
-                waiting=waiting,
-                num_rows=len(decoding),
-                step_seconds=self._step_timer.seconds,
-                host_chooses=any([state.awaits_masks for state in self.running]),
-            )
-        block_size, num_free = self.limits.block_size, self.blocks.num_free
-        lengths = [state.num_computed + state.num_in_flight for state in decoding]
-        while num_steps > 1:
-            missing = [
-                -(-(length + (num_steps if num_steps < left else left)) // block_size) - len(state.blocks)
-                for state, length, left in zip(decoding, lengths, remaining, strict=True)
-            ]
-            if sum(missing) <= num_free:
-                for state, count in zip(decoding, missing, strict=True):
-                    if count:
-                        state.blocks += self.blocks.allocate(count)
-                break
-            num_steps //= 2
-        return num_steps
+            return min(self.config.decode_steps, ceil_power_of_two(max(remaining)))
+        if prefilling:  # its first tokens, and the next chunk, wait for this call's end
+            return 1
+        waiting = len(self.waiting) > 0
+        # A row whose last token is in flight is free as soon as the step before this one is read.
+        ending = waiting and any([state.is_decoding and state.num_remaining <= 0 for state in self.running])
+        return adaptive_decode_steps(
+            self.limits.max_decode_steps,
+            least_remaining=1 if ending else min(remaining),
+            most_remaining=max(remaining),
+            waiting=waiting,
+            num_rows=len(decoding),
+            step_seconds=self._step_timer.seconds,
+            host_chooses=any([state.awaits_masks for state in self.running]),
+        )
 
     # -- results
 

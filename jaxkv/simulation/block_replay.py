@@ -43,6 +43,31 @@ class BlockReplayReport:
     token_hit_rate: float
     evictions: int
 
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        *,
+        policy: str,
+        hit_blocks: int,
+        total_blocks: int,
+        hit_tokens: int,
+        total_tokens: int,
+        **fields: bool | int | None,
+    ) -> "BlockReplayReport":
+        """`policy`: as eviction policies are named, with _leaves where it is leaf_only; `fields`: the others, as they are."""
+        base, leaves, _ = policy.partition("_leaves")
+        return cls(
+            trace=trace.name,
+            policy=base,
+            leaf_only=bool(leaves),
+            hit_blocks=hit_blocks,
+            total_blocks=total_blocks,
+            block_hit_rate=hit_blocks / total_blocks if total_blocks else 0.0,
+            token_hit_rate=hit_tokens / total_tokens if total_tokens else 0.0,
+            **fields,
+        )
+
 
 def replay_blocks(
     trace: Trace,
@@ -81,20 +106,16 @@ def replay_blocks(
         if number >= skip:
             hit_blocks += num_hits
             hit_tokens += min(num_hits * trace.block_size, request.input_length)
-    total_blocks = sum(len(chain) for chain in chains[skip:])
-    total_tokens = sum(request.input_length for request in trace.requests[skip:])
-    base, leaves, _ = policy.partition("_leaves")
-    return BlockReplayReport(
-        trace=trace.name,
+    return BlockReplayReport.of(
+        trace,
+        policy=policy,
+        hit_blocks=hit_blocks,
+        total_blocks=sum(len(chain) for chain in chains[skip:]),
+        hit_tokens=hit_tokens,
+        total_tokens=sum(request.input_length for request in trace.requests[skip:]),
         block=trace.block_size,
         full_blocks_only=full_blocks_only,
         capacity_blocks=capacity_blocks,
-        policy=base,
-        leaf_only=bool(leaves),
-        hit_blocks=hit_blocks,
-        total_blocks=total_blocks,
-        block_hit_rate=hit_blocks / total_blocks if total_blocks else 0.0,
-        token_hit_rate=hit_tokens / total_tokens if total_tokens else 0.0,
         evictions=manager.num_evictions,
     )
 

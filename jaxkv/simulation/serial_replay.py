@@ -96,18 +96,15 @@ def replay_serially(
         if number % _TOLD_AT_ONCE == 0:
             on_ended(number)
     on_ended(len(names))
-    total_tokens = sum(row.input_length for row in trace.requests)
-    base, leaves, _ = policy.partition("_leaves")
-    return BlockReplayReport(
-        trace=trace.name,
+    return BlockReplayReport.of(
+        trace,
+        policy=policy,
+        hit_blocks=hit_blocks,
+        total_blocks=total_blocks,
+        hit_tokens=hit_tokens,
+        total_tokens=sum(row.input_length for row in trace.requests),
         block=block_size,
         full_blocks_only=full_blocks_only,
         capacity_blocks=capacity_blocks,
-        policy=base,
-        leaf_only=bool(leaves),
-        hit_blocks=hit_blocks,
-        total_blocks=total_blocks,
-        block_hit_rate=hit_blocks / total_blocks if total_blocks else 0.0,
-        token_hit_rate=hit_tokens / total_tokens if total_tokens else 0.0,
         evictions=engine.scheduler.blocks.num_evictions,
     )

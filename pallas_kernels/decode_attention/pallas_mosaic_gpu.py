@@ -47,7 +47,7 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.num_kv_heads, kv.block_size
     if reason := mosaic_support.unavailable():
-        raise NotImplementedError(f"the Mosaic GPU kernels cannot run: JAX {reason}")
+        raise ValueError(f"the Mosaic GPU kernels cannot run: JAX {reason}")
     if not options.scale > 0:
         raise ValueError(f"Expected a positive scale, got {options.scale=}")
     if plan is None:

@@ -7,6 +7,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from jaxkv.core.errors import ConfigError
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -29,6 +31,18 @@ class Outcome:
     output_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
+
+
+async def first_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    """The first of the server's model ids. Raises ConfigError."""
+    try:
+        async with session.get(f"{base_url}/v1/models") as response:
+            return (await response.json())["data"][0]["id"]
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"base_url is {base_url}, and GET /v1/models there gives no model ({type(error).__name__}: {error}); "
+            "start the server, or give served_model_name if it has no such list"
+        ) from error
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, queue_time: float = 0.0) -> Outcome:

@@ -7,7 +7,7 @@ from jaxkv.control.decode_steps import StepTimer, adaptive_decode_steps, ceil_po
 from jaxkv.core.plan import StepTiming
 
 UNKNOWN = {"num_rows": 9, "step_seconds": 0.0}
-IDLE = {"prefilling": False, "waiting": False} | UNKNOWN
+IDLE = {"waiting": False} | UNKNOWN
 
 
 def test_powers_of_two():
@@ -25,14 +25,10 @@ def test_no_more_steps_than_any_row_can_use():
     assert adaptive_decode_steps(16, least_remaining=1, most_remaining=5, **IDLE) == 8
 
 
-def test_prefill_makes_calls_short():
-    assert adaptive_decode_steps(16, least_remaining=9, most_remaining=9, prefilling=True, waiting=True, **UNKNOWN) == 1
-
-
 def test_with_a_queue_no_call_outlasts_the_first_row_to_end():
     for left, steps in ((1, 1), (3, 2), (8, 8), (500, 16)):
         got = adaptive_decode_steps(
-            16, least_remaining=left, most_remaining=500, prefilling=False, waiting=True, **UNKNOWN
+            16, least_remaining=left, most_remaining=500, waiting=True, **UNKNOWN
         )
         assert got == steps
 
@@ -42,16 +38,14 @@ def test_with_a_queue_no_call_outlasts_the_first_row_to_end():
     st.integers(1, 99),
     st.integers(0, 99),
     st.booleans(),
-    st.booleans(),
     st.integers(1, 9),
     st.floats(0, 2),
 )
-def test_always_a_power_of_two_within_the_limit(largest, least, more, prefilling, waiting, num_rows, step_seconds):
+def test_always_a_power_of_two_within_the_limit(largest, least, more, waiting, num_rows, step_seconds):
     steps = adaptive_decode_steps(
         largest,
         least_remaining=least,
         most_remaining=least + more,
-        prefilling=prefilling,
         waiting=waiting,
         num_rows=num_rows,
         step_seconds=step_seconds,
@@ -62,7 +56,7 @@ def test_always_a_power_of_two_within_the_limit(largest, least, more, prefilling
 
 def test_slow_steps_make_shared_calls_short_but_not_those_of_one_client():
     for step_seconds, steps in ((0.001, 8), (0.025, 8), (0.03, 4), (0.09, 2), (0.15, 1), (3.0, 1)):
-        free = {"least_remaining": 50, "most_remaining": 50, "prefilling": False, "waiting": False}
+        free = {"least_remaining": 50, "most_remaining": 50, "waiting": False}
         assert adaptive_decode_steps(8, **free, num_rows=2, step_seconds=step_seconds) == steps
         assert adaptive_decode_steps(8, **free, num_rows=1, step_seconds=step_seconds) == 8
 

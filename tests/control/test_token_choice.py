@@ -114,7 +114,7 @@ def test_the_end_by_a_stop_id_asks_no_constraint():
 @pytest.mark.parametrize("step_seconds, expected", [(0.0, 8), (HOST_CALL_SECONDS / 3, 2), (0.05, 1)])
 def test_calls_are_short_where_the_host_chooses(step_seconds, expected):
     c = adaptive_decode_steps(
-        8, least_remaining=1, most_remaining=100, prefilling=False, waiting=False, num_rows=3,
+        8, least_remaining=1, most_remaining=100, waiting=False, num_rows=3,
         step_seconds=step_seconds, host_chooses=True,
     )  # fmt: skip
     assert c == expected

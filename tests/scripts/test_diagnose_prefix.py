@@ -37,7 +37,6 @@ def findings(document):
 
 
 def test_called_bare_it_finds_what_is_planted(tmp_path):
-    pytest.importorskip("matplotlib", reason="pictures need '.[plot]'")
     pictures = tmp_path / "diagnosis.png", tmp_path / "timeline.png"
     code, document, stderr = run("--quick", f"--plot={pictures[0]}", f"--timeline={pictures[1]}")
     assert code == 0, stderr

@@ -1,6 +1,5 @@
 """The evaluation of KV formats as a user runs it, on a random model whose tokens are bytes."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -22,9 +21,7 @@ def run(*arguments, path=""):
 def test_formats_on_a_text(tiny_model, tmp_path):
     text = tmp_path / "numbers.txt"
     text.write_text(" ".join(map(str, range(100)))[:200])
-    flags = [f"--model={tiny_model}", f"--text={text}", "--window=64", "--kv_cache_dtypes=int8;int8,int4", "--kv_rotations=none", "--metrics=teacher_forced"]
-    if importlib.util.find_spec("matplotlib"):
-        flags.append(f"--plot={tmp_path / 'quality.png'}")
+    flags = [f"--model={tiny_model}", f"--text={text}", "--window=64", "--kv_cache_dtypes=int8;int8,int4", "--kv_rotations=none", "--metrics=teacher_forced", f"--plot={tmp_path / 'quality.png'}"]
     done = run(*flags, "--kv_cache_dtypes=bfloat16")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])

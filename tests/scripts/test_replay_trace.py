@@ -37,7 +37,6 @@ def write_trace(path, count=30):
 
 def test_a_trace_alone_gives_latencies_and_the_serial_hit_rate(tmp_path):
     plot = tmp_path / "replay.png"
-    pytest.importorskip("matplotlib")
     done = run("replay_trace.py", f"--trace={write_trace(tmp_path / 't.jsonl')}", f"--plot={plot}")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])

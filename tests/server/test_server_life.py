@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 
 from jaxkv.async_engine import AsyncEngine, EngineFailedError
@@ -308,7 +309,6 @@ def test_cancelling_a_stream_aborts_once(serve, until):
 
 
 def test_the_official_client(serve):
-    openai = pytest.importorskip("openai")
     server = serve(tokens_per_step=2)
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["fake", "alias"]
