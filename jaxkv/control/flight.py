@@ -33,7 +33,7 @@ def check_result(step_id: int, flights: Sequence[Flight], result: StepResult) ->
         raise RuntimeError(f"Expected {len(telling)} rows from step {step_id}, got {len(result.rows)}")
     for flight, row in zip(telling, result.rows, strict=True):
         state, count = flight.state, len(row.token_ids)
-        if row.request_id != state.request.request_id:
+        if row.request_id != state.request_id:
             raise RuntimeError(f"Expected a result for request {state.request_id}, got one for {row.request_id}")
         if len(row.prompt_logprobs) != flight.num_prompt_logprobs:
             raise RuntimeError(

@@ -79,6 +79,8 @@ class RequestState:
     token_ids: list[int] | UnseenTokens
     root: BlockHash
     unsalted_root: BlockHash
+    request_id: str = dataclasses.field(init=False)
+    num_prompt_tokens: int = dataclasses.field(init=False)
     status: Status = Status.WAITING
     row: int = -1
     decode_row: DecodeRow | None = None
@@ -111,18 +113,14 @@ class RequestState:
     first_token: float | None = None
     last_token: float | None = None
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
         """Those that a fork inherited included."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_scheduled(self) -> int:
@@ -220,20 +218,24 @@ class RequestState:
 
     def output(self, row: RowResult | None = None, finish_reason: FinishReason | None = None) -> RequestOutput:
         """News for the caller: the tokens in `row`, and the end if it came."""
-        prompt_logprobs = None
-        if self.sampling.prompt_logprobs is not None and row is not None:
-            if self.num_generated_tokens == len(row.token_ids):  # its first tokens
+        token_ids, logprobs, stopped_by, prompt_logprobs = (), None, None, None
+        if row is not None:
+            token_ids, logprobs = row.token_ids, row.logprobs
+            if row.stopped:
+                stopped_by = token_ids[-1]
+            if self.sampling.prompt_logprobs is not None and self.num_generated_tokens == len(token_ids):  # its first
                 prompt_logprobs = (None, *self.prompt_logprobs)
                 self.prompt_logprobs = []
         return RequestOutput(
-            self.request.request_id,
-            () if row is None else row.token_ids,
+            self.request_id,
+            token_ids,
             finish_reason,
-            row.token_ids[-1] if finish_reason and finish_reason is FinishReason.STOP and row is not None else None,
-            None if row is None else row.logprobs,
-            len(self.request.prompt_token_ids),
+            stopped_by,
+            logprobs,
+            self.num_prompt_tokens,
             self.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs,
+            None,
+            prompt_logprobs,
         )
 
     def end(self, finish_reason: FinishReason, now: float) -> RequestMetrics:

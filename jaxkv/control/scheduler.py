@@ -290,7 +290,7 @@ class Scheduler:
             left = state.num_remaining
             if left <= 0:
                 continue
-            if state.awaits_masks:
+            if state.choice is not None and state.awaits_masks:
                 if state.num_sampled_in_flight:  # its mask hangs on that token
                     continue
                 left = 1

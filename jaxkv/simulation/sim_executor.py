@@ -23,7 +23,8 @@ class _SimRow:
       num_emitted: tokens since admission.
       active: the last prefill chunk has run, and the row has neither stopped nor used up its budget.
       mask: what may be chosen; empty for anything.
-      is_unseen: nobody knows its prompt, and nobody looks at its tokens: all are 0.
+      is_unseen: nobody knows its prompt, and nobody looks at its tokens: all are 0, and nothing but the budget ends it.
+      last_result: of such a row, to be told again where the next one is equal.
     """
 
     admission: Admission
@@ -32,6 +33,7 @@ class _SimRow:
     active: bool = False
     mask: bytes = b""
     is_unseen: bool = False
+    last_result: RowResult | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +87,23 @@ class SimExecutor:
         for chunk in plan.prefill:
             row, result = self._rows[chunk.row], RowResult(chunk.request_id, ())
             if chunk.is_last:
-                row.is_unseen = isinstance(chunk.token_ids, UnseenTokens)
+                row.is_unseen = isinstance(chunk.token_ids, UnseenTokens) and not row.admission.stop_ids
                 row.position = chunk.start + len(chunk.token_ids)
                 row.active = True
-                result = self._run_row(chunk.request_id, row, 1)
+                run = _run_unseen_row if row.is_unseen else self._run_row
+                result = run(chunk.request_id, row, 1)
             if chunk.has_result:
                 results.append(result._replace(prompt_logprobs=tuple(map(self._logprobs, chunk.targets))))
-        results += [self._run_row(entry.request_id, self._rows[entry.row], plan.num_steps) for entry in plan.decode]
+        rows, num_steps = self._rows, plan.num_steps
+        decoded = [
+            _run_unseen_row(entry.request_id, row, num_steps)
+            if (row := rows[entry.row]).is_unseen
+            else self._run_row(entry.request_id, row, num_steps)
+            for entry in plan.decode
+        ]
+        results += decoded
         # The device leaves its loop as soon as no row is active.
-        decoded = results[len(results) - len(plan.decode) :]
-        num_steps = max((len(result.token_ids) for result in decoded), default=0)
+        num_steps = max([len(result.token_ids) for result in decoded], default=0)
         submitted = self.clock.now()
         started = max(submitted, self._busy_until)
         shape = dataclasses.replace(plan.shape(), num_steps=num_steps)
@@ -107,8 +116,6 @@ class SimExecutor:
     def _run_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
         """Sample up to num_steps tokens; none if the row is inactive."""
         tokens = []
-        if row.is_unseen and not row.admission.stop_ids:
-            return self._run_unseen_row(request_id, row, num_steps)
         num_steps = 1 if row.admission.masking is Masking.EACH_TOKEN else num_steps
         stopped = exhausted = False
         while row.active and len(tokens) < num_steps:
@@ -120,17 +127,6 @@ class SimExecutor:
             exhausted = row.num_emitted == row.admission.max_new_tokens
             row.active = not (stopped or exhausted)
         return RowResult(request_id, tuple(tokens), stopped=stopped, exhausted=exhausted)
-
-    def _run_unseen_row(self, request_id: str, row: _SimRow, num_steps: int) -> RowResult:
-        """Nothing but the budget ends it."""
-        if not row.active:
-            return RowResult(request_id, ())
-        left = row.admission.max_new_tokens - row.num_emitted
-        count = num_steps if num_steps < left else left
-        row.position += count
-        row.num_emitted += count
-        row.active = count < left
-        return RowResult(request_id, (0,) * count, False, count == left)
 
     def _logprobs(self, token: int) -> TokenLogprobs:
         """Of a model that knows nothing: all tokens are alike."""
@@ -147,3 +143,15 @@ class SimExecutor:
         while row.mask and not allows(row.mask, token):
             token = (token + 1) % self.vocab_size
         return token
+
+
+def _run_unseen_row(request_id: str, row: _SimRow, num_steps: int) -> RowResult:
+    left = row.admission.max_new_tokens - row.num_emitted
+    if num_steps >= left:
+        row.num_emitted += left
+        return RowResult(request_id, (0,) * left, exhausted=left > 0)
+    row.num_emitted += num_steps
+    result = row.last_result
+    if result is None or len(result.token_ids) != num_steps:
+        result = row.last_result = RowResult(request_id, (0,) * num_steps)
+    return result
