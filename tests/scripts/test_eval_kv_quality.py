@@ -91,6 +91,6 @@ def test_tasks_and_generated_texts(tiny_model, tmp_path):
 def test_without_rouge_score_only_generation_ends_early(tiny_model, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['rouge_score'] = None\n")
     done = run(f"--model={tiny_model}", "--metrics=tasks,generation", path=tmp_path)
-    assert done.returncode == 3 and "rouge-score is not installed" in done.stderr and ".[eval]" in done.stderr
+    assert done.returncode == 3 and "rouge_score is not installed" in done.stderr and ".[eval]" in done.stderr
     done = run(f"--model={tiny_model}", "--metrics=tasks", "--quick", "--kv_cache_dtypes=int8", "--kv_rotations=none", path=tmp_path)
     assert done.returncode == 0, done.stderr
