@@ -287,7 +287,7 @@ class Scheduler:
                 if self.retention is not None and state.status is Status.RUNNING:
                     self._has_room(state)
                 continue
-            left = state.num_remaining
+            left = state.max_total_tokens - len(state.token_ids) - state.num_sampled_in_flight  # its num_remaining
             if left <= 0:
                 continue
             if state.choice is not None and state.awaits_masks:

@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 def percentile(values: Sequence[float], q: float) -> float:
     """The q-th percentile (0..100), linear between the two nearest values; NaN of nothing."""
+    return percentile_of_sorted(sorted(values), q)
+
+
+def percentile_of_sorted(ordered: Sequence[float], q: float) -> float:
+    """The same where several are wanted of values that were sorted once."""
     if not 0 <= q <= 100:
         raise ValueError(f"Expected a percentile between 0 and 100, got {q=}")
-    if not values:
+    if not ordered:
         return math.nan
-    ordered = sorted(values)
     place = (len(ordered) - 1) * q / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxkv.core.metrics import PROMPT_LENGTHS, MissReason, prompt_length_bucket
 from jaxkv.core.request_record import RequestRecord
+from jaxkv.core.samples import percentile_of_sorted
 
 NO_CALLER, OTHER_CALLERS = "(none)", "(other)"
 # What makes a tail worth a warning: see `hidden_tails`.
@@ -35,24 +36,16 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Quantiles":
-        return cls._of_sorted(sorted(values), (0.5, 0.95, 0.99))
+        return cls._of_sorted(sorted(values), (50, 95, 99))
 
     @classmethod
     def reached(cls, values: Iterable[float]) -> "Quantiles":
         """What 50, 95 and 99 % of the values are not below: of hit rates the low end is the bad one."""
-        return cls._of_sorted(sorted(values), (0.5, 0.05, 0.01))
+        return cls._of_sorted(sorted(values), (50, 5, 1))
 
     @classmethod
-    def _of_sorted(cls, ordered: Sequence[float], shares: Sequence[float]) -> "Quantiles":
-        """As `percentile`, of values that are sorted once for all three."""
-        if not ordered:
-            return cls(math.nan, math.nan, math.nan)
-        found = []
-        for share in shares:
-            below, part = divmod((len(ordered) - 1) * share, 1)
-            low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
-            found.append(low + (high - low) * part)
-        return cls(*found)
+    def _of_sorted(cls, ordered: Sequence[float], places: Sequence[float]) -> "Quantiles":
+        return cls(*[percentile_of_sorted(ordered, q) for q in places])
 
 
 @dataclasses.dataclass(frozen=True)

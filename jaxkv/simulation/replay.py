@@ -1,20 +1,20 @@
 """Run a list of requests through the real engine in simulated time, and report what their users would have seen."""
 
 import collections
-import contextlib
 import dataclasses
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxkv.control.engine import Engine
 from jaxkv.control.executor import ExecutorLimits
 from jaxkv.control.scheduler_config import SchedulerConfig
 from jaxkv.core.clock import SimulatedClock
 from jaxkv.core.errors import RequestError
-from jaxkv.core.metrics import EngineStats, RequestMetrics, percentile
+from jaxkv.core.metrics import EngineStats, RequestMetrics
 from jaxkv.core.request import Request
+from jaxkv.core.samples import percentile_of_sorted
 from jaxkv.simulation.cost_model import CostModel
+from jaxkv.simulation.garbage import no_garbage_collection
 from jaxkv.simulation.sim_executor import SimExecutor
 
 _TOLD_AT_ONCE = 100
@@ -35,7 +35,7 @@ class LatencySummary:
     def of(cls, values: Iterable[float | None]) -> "LatencySummary":
         known = sorted([value for value in values if value is not None])
         mean = sum(known) / len(known) if known else math.nan
-        return cls(len(known), mean, *(percentile(known, q) for q in (50, 90, 95, 99)))
+        return cls(len(known), mean, *(percentile_of_sorted(known, q) for q in (50, 90, 95, 99)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def replay(
     refused = []
     usage = _Usage(start)
     num_told = 0
-    with _no_garbage_collection():
+    with no_garbage_collection():
         while arrivals or engine.has_work():
             if not engine.has_work():
                 clock.advance_to(max(clock.now(), _arrival(arrivals[0])))
@@ -139,18 +139,6 @@ def replay(
         peak_usage=usage.peak,
         evictions=engine.scheduler.blocks.num_evictions,
     )
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A replay makes millions of objects that reference counts free: looking for cycles takes a quarter of its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Usage:

@@ -23,6 +23,7 @@ from jaxkv.core.request import Request, SamplingParams
 from jaxkv.core.unseen_tokens import UnseenTokens
 from jaxkv.simulation.block_replay import BlockReplayReport
 from jaxkv.simulation.cost_model import ConstantCostModel
+from jaxkv.simulation.garbage import no_garbage_collection
 from jaxkv.simulation.sim_executor import SimExecutor
 from jaxkv.simulation.trace_requests import block_names, check_block_size
 from jaxkv.simulation.traces import Trace
@@ -81,20 +82,19 @@ def replay_serially(
     stats = EngineStats(window=1)
     engine = Engine(SimExecutor(limits, ConstantCostModel(), clock), config, clock=clock, stats=stats)
     hit_blocks = hit_tokens = 0
-    for number, (row, chain) in enumerate(zip(trace.requests, names, strict=True)):
-        request = Request(
-            str(number), UnseenTokens(len(chain) * block_size + 1), _ONE_TOKEN, None, 0, row.salt, block_names=chain
-        )
-        engine.add(request)
-        while engine.has_work():
-            engine.step()
-        if engine.failed is not None:
-            raise RuntimeError(f"the replay broke the engine: {engine.failed}")
-        num_cached = stats.requests[-1].num_cached_tokens
-        hit_blocks += num_cached // block_size
-        hit_tokens += min(num_cached, row.input_length)
-        if number % _TOLD_AT_ONCE == 0:
-            on_ended(number)
+    with no_garbage_collection():
+        for number, (row, chain) in enumerate(zip(trace.requests, names, strict=True)):
+            tokens = UnseenTokens(len(chain) * block_size + 1)
+            engine.add(Request(str(number), tokens, _ONE_TOKEN, None, 0, row.salt, block_names=chain))
+            while engine.has_work():
+                engine.step()
+            if engine.failed is not None:
+                raise RuntimeError(f"the replay broke the engine: {engine.failed}")
+            num_cached = stats.requests[-1].num_cached_tokens
+            hit_blocks += num_cached // block_size
+            hit_tokens += min(num_cached, row.input_length)
+            if number % _TOLD_AT_ONCE == 0:
+                on_ended(number)
     on_ended(len(names))
     return BlockReplayReport.of(
         trace,
