@@ -18,6 +18,7 @@ from jaxkv.core.clock import MonotonicClock
 from jaxkv.core.model_config import ModelConfig
 from jaxkv.core.request import FinishReason, Request, SamplingParams
 from jaxkv.core.token_constraint import TokenConstraint, allows
+from jaxkv.execution import compile_watch
 from jaxkv.execution.jax_executor import JaxExecutor
 from tests.support.config_matrix import MATRIX
 from tests.support.dense_model import DenseModel
@@ -304,7 +305,8 @@ def test_aborting_a_neighbour_changes_nothing():
 
 
 def test_eager_gives_the_compiled_tokens():
-    """enforce_eager runs the un-jitted step functions, one step a call."""
+    """enforce_eager runs the un-jitted step functions, one step a call. Loops are not compiled at every call, which ended a
+    process after some 75 tokens of the demo model: no address space was left for code."""
     config = tiny_llama()
     programs = make_programs(config, max_decode_steps=1)  # never compiled
     engine = Engine(JaxExecutor(programs, weights(config), MonotonicClock()))
@@ -315,3 +317,8 @@ def test_eager_gives_the_compiled_tokens():
         tokens = tokens_of(news[request.request_id])
         assert len(tokens) == 4
         assert check_tokens(config, request.prompt_token_ids, tokens, request.sampling) == 0
+    compiled = []
+    for name in ("first to find the prefix", "second"):  # the copy of a block's head is compiled for the first
+        run_requests(engine, [dataclasses.replace(request, request_id=name) for request in batch])
+        compiled.append(compile_watch.compiled_here())
+    assert compiled[0] == compiled[1]
