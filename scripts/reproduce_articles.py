@@ -83,7 +83,7 @@ def _measure(report: measurement.Report) -> None:
             bar.task = task
             found = _run(report, lab, part, mode)
             for row in sorted(set(part.rules) & set(rows)):
-                judged = list(_judge(part, row, found, lab))
+                judged = list(_judge(report, part, row, found, lab))
                 _record(report, row, judged)
                 verdicts[row] += judged
             save(report)
@@ -208,12 +208,19 @@ def _where(part: Part, lab: Lab) -> str:
     return {"plan": "plan", "model": f"{lab.model}, float32"}.get(part.where) or world.name
 
 
-def _judge(part: Part, row: str, found: dict[str, Any] | str, lab: Lab) -> Iterator[tuple[Verdict, str]]:
+def _judge(
+    report: measurement.Report, part: Part, row: str, found: dict[str, Any] | str, lab: Lab
+) -> Iterator[tuple[Verdict, str]]:
     """Verdicts, and where they were found."""
     if isinstance(found, str):
         yield not_measured(row, f"{CLAIMS[row]} ({part.name})", "-", found), part.where
         return
-    for verdict in part.rules[row](found):
+    try:
+        verdicts = part.rules[row](found)
+    except ArithmeticError as error:  # a rate of zero, say
+        report.check(f"{row} can be judged", [f"{type(error).__name__}: {error}, of {found}"])
+        verdicts = [not_measured(row, f"{CLAIMS[row]} ({part.name})", "-", f"the rule has no answer: {error}")]
+    for verdict in verdicts:
         yield verdict, _where(part, lab)
 
 

@@ -75,7 +75,9 @@ def service(lab: Lab, world: World) -> Service:
         of_world = dataclasses.replace(SCALED_DOWN, pool=lambda setting: max(64, lab.serving.num_blocks(setting) // 24))
     else:
         of_world = dataclasses.replace(ON_GPU, pool=lab.serving.num_blocks)
-    return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 2) if lab.quick else of_world
+    # Half of the simulated sessions are gone before an engine without prefix caching has ended a request.
+    fewer = lab.quick and not world.is_simulated
+    return dataclasses.replace(of_world, num_sessions=of_world.num_sessions // 2) if fewer else of_world
 
 
 def figures(served: Served) -> dict[str, float]:

@@ -80,9 +80,12 @@ class Served:
 
     @property
     def steady_requests_per_second(self) -> float:
-        """In the second half of the time in which sessions arrive: what an overloaded engine carries."""
+        """In the second half of the time in which sessions arrive: what an overloaded engine carries. Raises ValueError where
+        none ends in it: then so few came that this says nothing."""
         begin = (self.start + self.arrivals_end) / 2
         count = sum(begin < asked.metrics.finished <= self.arrivals_end for asked in self.asked)
+        if not count:
+            raise ValueError(f"no request ended between {begin:.1f} and {self.arrivals_end:.1f} s: let more sessions come")
         return count / (self.arrivals_end - begin)
 
     @property

@@ -412,12 +412,12 @@ def run(*arguments):
 
 def test_the_program_in_simulation(tmp_path):
     code, document, error = run(
-        "--mode=simulation", "--quick", "--only=b4,A11,A12,B12,A14,B13", f"--plot={tmp_path}/new"
+        "--mode=simulation", "--quick", "--only=b4,A11,A12,B11,B12,A14,B13", f"--plot={tmp_path}/new"
     )
     assert code == 0 and document["ok"], error
     rows = {result["row"]: result["verdict"] for result in document["results"] if result.get("metric") == "row"}
     assert rows == {
-        "A11": CONFIRMED, "A12": REFUTED, "A14": CONFIRMED, "B12": CONFIRMED, "B13": OPEN, "B4": REFUTED
+        "A11": CONFIRMED, "A12": REFUTED, "A14": CONFIRMED, "B11": CONFIRMED, "B12": CONFIRMED, "B13": OPEN, "B4": REFUTED
     }  # fmt: skip
     verdicts = [result for result in document["results"] if result.get("claim") == "A11"]
     assert verdicts[0]["engine"] == "llama-2-7b on a100-40g, simulated" and "token 6 (planted: 6)" in verdicts[0]["why"]
