@@ -180,7 +180,10 @@ def run(
             return EXIT_USER_ERROR
         if flags.FLAGS.json_only:
             logging.set_verbosity(logging.WARNING)
+        json_out = flags.FLAGS.json_out
         try:
+            if json_out and not Path(json_out).absolute().parent.is_dir():
+                raise ConfigError(f"json_out is {json_out!r}, in a folder that does not exist")
             report = Report(program, config(), timed)
             report.console.quiet = flags.FLAGS.json_only
             measure(report)
@@ -192,10 +195,14 @@ def run(
             return EXIT_ABSENT
         report.print_table()
         text = json.dumps(report.document())
-        if flags.FLAGS.json_out:
-            Path(flags.FLAGS.json_out).write_text(text + "\n", encoding="utf-8")
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+        if json_out:
+            try:
+                Path(json_out).write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                sys.stderr.write(f"{program}: json_out is {json_out!r}, which cannot be written: {error.strerror}\n")
+                return EXIT_USER_ERROR
         return EXIT_DONE if report.ok else EXIT_CHECK_FAILED
 
     def parse(argv: list[str]) -> list[str]:

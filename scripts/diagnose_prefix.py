@@ -36,7 +36,7 @@ _LOG = flags.DEFINE_string("log", None, "Request log of serve.py: with token ids
 _PROMPTS = flags.DEFINE_string("prompts", None, "JSON lines with prompt or messages, caller, arrival, cache_salt.")
 _MODEL = flags.DEFINE_string("model", None, "Whose tokenizer to use (no weights are read); demo with --prompts.")
 _CALLER = flags.DEFINE_string("caller", None, "Diagnose the requests of this caller alone, among themselves.")
-_REQUEST = flags.DEFINE_string("request_id", None, "Show this request in depth.")
+_REQUEST = flags.DEFINE_string("request_id", None, "Show this request in depth: by the id of its record or its response.")
 _CAPACITY = flags.DEFINE_integer(
     "capacity_blocks", None, "Usable blocks of the pool; unset: told by the log, or no bound.", 1
 )
@@ -176,10 +176,13 @@ def _number_of_request(log: PromptLog) -> int | None:
     """Of the request to show in depth, if there is one to show."""
     if _REQUEST.value is None:
         return None
-    numbers = [number for number, request in enumerate(log.requests) if request.request_id == _REQUEST.value]
-    if not numbers:
-        raise ConfigError(f"request_id is {_REQUEST.value!r}, which is not in the log")
-    return numbers[0]
+    ids = [request.request_id for request in log.requests]
+    # A response's id names all its sequences, each of which has a record: chatcmpl-a1b2 is a1b2-0 there, and a1b2-1, ...
+    bare = _REQUEST.value.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    for wanted in (_REQUEST.value, f"{bare}-0"):
+        if wanted in ids:
+            return ids.index(wanted)
+    raise ConfigError(f"request_id is {_REQUEST.value!r}, which is not in the log; there are {', '.join(ids[:3])}, ...")
 
 
 def _accused(diagnosis: Diagnosis, example: Example) -> list[str]:

@@ -25,6 +25,7 @@ from jaxkv.core.config import EngineConfig
 from jaxkv.core.devices import DEVICES
 from jaxkv.core.errors import ConfigError
 from jaxkv.flags import define_engine_flags, engine_config
+from jaxkv.simulation.block_replay import OPT, replay_blocks
 from jaxkv.simulation.replay import replay
 from jaxkv.simulation.serial_replay import replay_serially
 from jaxkv.simulation.synthetic_traces import SYNTHETIC_SHAPES, synthetic_trace
@@ -41,7 +42,9 @@ _COST_MODEL = flags.DEFINE_string("cost_model", None, "File of calibrate_cost_mo
 _CAPACITY = flags.DEFINE_string(
     "capacity_blocks", None, f"Blocks in the pool, or {DEVICE_POOL}: what the engine would have there. Unset: endless."
 )
-_POLICY = flags.DEFINE_string("policy", None, "The same as eviction_policy.")
+_POLICY = flags.DEFINE_string(
+    "policy", None, f"The same as eviction_policy; with serial also {OPT}, Belady's, which knows the future."
+)
 _LEAF_ONLY = flags.DEFINE_bool("leaf_only", False, "With policy fifo: a block stays while one that continues it does.")
 _FULL_BLOCKS_ONLY = flags.DEFINE_bool(
     "full_blocks_only", True, "A prompt's last, partial block is nobody else's; otherwise it counts as a full one."
@@ -61,7 +64,17 @@ def _config() -> dict:
 
 
 def _policy(config: EngineConfig) -> str:
+    if _POLICY.value is not None and flags.FLAGS["eviction_policy"].present:
+        raise ConfigError(
+            f"policy is {_POLICY.value!r} and eviction_policy {config.eviction_policy!r}: they are one setting, give one"
+        )
     policy = _POLICY.value or config.eviction_policy
+    if policy == OPT:
+        if not _SERIAL.value or _CAPACITY.value == DEVICE_POOL:
+            raise ConfigError(
+                f"policy is {OPT!r}, which knows the future, and no engine does: add --serial, with a number as capacity_blocks"
+            )
+        policy = config.eviction_policy  # of the engine that is set up, but not run
     if not _LEAF_ONLY.value or policy == "fifo_leaves":
         return policy
     if policy != "fifo":
@@ -128,14 +141,17 @@ def _measure(report: measurement.Report) -> None:
         return
     with Progress(console=report.console, disable=report.console.quiet) as bar:
         task = bar.add_task("serial hit rate", total=count)
-        serial = replay_serially(
-            trace,
-            setup.scheduler.eviction_policy,
-            setup.capacity_blocks,
-            block_size=block_size,
-            full_blocks_only=_FULL_BLOCKS_ONLY.value,
-            on_ended=lambda ended: bar.update(task, completed=ended),
-        )
+        if _POLICY.value == OPT:
+            serial = replay_blocks(trace, OPT, setup.capacity_blocks, full_blocks_only=_FULL_BLOCKS_ONLY.value)
+        else:
+            serial = replay_serially(
+                trace,
+                setup.scheduler.eviction_policy,
+                setup.capacity_blocks,
+                block_size=block_size,
+                full_blocks_only=_FULL_BLOCKS_ONLY.value,
+                on_ended=lambda ended: bar.update(task, completed=ended),
+            )
     row = dataclasses.asdict(serial) | {name: round(getattr(serial, name), 6) for name in _RATES}
     report.add(
         "serial hit rate", [serial.block_hit_rate], unit="hits/block", metric="block_hit_rate", engine="serial", **row

@@ -63,6 +63,7 @@ def test_help():
         ('raise ConfigError("size is 1; it must be 2")', [], 2, "example: size is 1; it must be 2\n"),
         ("pass", ["--sise=2"], 2, "example: jaxkv has no flag --sise; --help lists those it has\n"),
         ('measurement.check_installed("no_such", extra="plot")', [], 3, "example: no_such is not installed (pip install -e '.[plot]')\n"),
+        ("pass", ["--json_out=no/such/x"], 2, "example: json_out is 'no/such/x', in a folder that does not exist\n"),
         ("pass", ["word"], 2, "example: unexpected argument 'word'\n"),
         ('raise measurement.AbsentError("no GPU here")', [], 3, "example: no GPU here\n"),
     ],

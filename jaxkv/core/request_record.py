@@ -6,9 +6,16 @@ Texts are not in it. Blocks of tokens are told by hashes; token ids, which can b
 import dataclasses
 import hashlib
 import json
+import logging
+import math
+import types
+import typing
+from collections.abc import Iterable
 from typing import Any
 
 from jaxkv.core.metrics import RequestMetrics
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "jaxkv.request/1"
 NAME_DIGITS = 16
@@ -107,10 +114,36 @@ class RequestRecord:
         fields: dict[str, Any] = {name: row[name] for name in _FIELDS if name in row}
         if missing := _REQUIRED - fields.keys():
             raise ValueError(f"the record lacks {', '.join(sorted(missing))}")
-        for name in ("blocks", "prompt_token_ids", "output_token_ids"):
-            if fields.get(name) is not None:
-                fields[name] = tuple(fields[name])
+        for name, value in fields.items():
+            if not _fits(value, _KINDS[name]):
+                raise ValueError(f"{name} is {str(value)[:60]!r}; expected {_told(_KINDS[name])}")
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        if any(len(name) != NAME_DIGITS or not set(name) <= _HEX for name in fields.get("blocks", ())):
+            raise ValueError(f"blocks must be names of {NAME_DIGITS} hexadecimal digits")
         return cls(**fields)
+
+
+def read_records(lines: Iterable[str], name: str) -> list[RequestRecord]:
+    """The records of a request log's lines. One that a server or a full disk broke off in writing is told and left out.
+
+    Raises:
+      ValueError: a line that is JSON and no record, or no record at all. It names `name`, the log, and the line.
+    """
+    records, broken = [], 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(RequestRecord.from_json(line))
+        except json.JSONDecodeError:
+            broken = number
+            logger.warning("%s, line %d is no JSON, as one broken off in writing is: left out", name, number)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: no record of a request log ({error})") from error
+    if not records:
+        raise ValueError(f"{name}, line {broken}: no JSON" if broken else f"{name}: the log has no requests")
+    return records
 
 
 def block_name(block_hash: bytes) -> str:
@@ -125,6 +158,31 @@ def salt_name(cache_salt: str | None) -> str | None:
     return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).hexdigest()[:NAME_DIGITS]
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether JSON's value is one of a field's type; whole numbers are not negative, the others finite."""
+    inner = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if typing.get_origin(kind) is tuple:  # thousands of values: their types are looked at, not each of them
+        if not isinstance(value, list) or not {type(one) for one in value} <= {inner[0]}:
+            return False
+        return inner[0] is not int or min(value, default=0) >= 0
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if kind is int:
+        return type(value) is int and value >= 0
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _told(kind: Any) -> str:
+    words = {int: "a whole number of at least 0", float: "a finite number", str: "a string"}
+    return words.get(kind) or str(kind).replace(", ...", "")
+
+
+_HEX = set("0123456789abcdef")
+_KINDS = typing.get_type_hints(RequestRecord)
 _FIELDS = tuple(field.name for field in dataclasses.fields(RequestRecord))
 _REQUIRED = {
     field.name

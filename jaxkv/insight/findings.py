@@ -79,9 +79,9 @@ class Finding:
     def _outcome(self) -> str:
         gain = self.gain
         if gain is None:
-            return f"{self.remedy}; its gain was not replayed."
-        pool = "a pool without bound" if gain.capacity_blocks is None else f"{gain.capacity_blocks:,} blocks"
-        replayed = f"{gain.requests:,} requests replayed one at a time, {pool} of {gain.block_size} tokens"
+            return f"The gain of {self.remedy[0].lower()}{self.remedy[1:]} was not replayed (raise most_replayed)."
+        bound = "any number of" if gain.capacity_blocks is None else f"{gain.capacity_blocks:,}"
+        replayed = f"{gain.requests:,} requests replayed one at a time, {bound} blocks of {gain.block_size} tokens"
         steps = "".join(f"; {name}: {_percent(rate)}" for name, rate in gain.steps) if len(gain.steps) > 1 else ""
         if gain.after <= gain.before:
             return f"{self.remedy} does not raise the hit rate of {_percent(gain.before)}{steps} ({replayed})."

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from jaxkv.control.prefix_index import TOKEN_BYTES, num_common, token_bytes
 from jaxkv.core.errors import UserError
 from jaxkv.core.request_record import NAME_DIGITS, RequestRecord
+from jaxkv.core.request_record import read_records as records_of_lines
 
 NAME_BYTES = NAME_DIGITS // 2
 
@@ -114,19 +115,13 @@ def read_records(path: str | pathlib.Path) -> list[RequestRecord]:
     """The lines of a request log, plain or gzipped. Raises LogError."""
     path = pathlib.Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
-    records, number = [], 0
     try:
         with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    records.append(RequestRecord.from_json(line))
-    except (OSError, EOFError) as error:
+            return records_of_lines(file, str(path))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise LogError(f"{path}: {error}") from error
-    except (ValueError, TypeError) as error:
-        raise LogError(f"{path}, line {number}: no record of a request log ({error})") from error
-    if not records:
-        raise LogError(f"{path}: the log has no requests")
-    return records
+    except ValueError as error:
+        raise LogError(str(error)) from error
 
 
 def _request(record: RequestRecord, has_tokens: bool) -> LoggedRequest:

@@ -109,7 +109,10 @@ def _engine_request(request: LoggedRequest) -> Request:
 
 def _serve(state: RequestState, scheduler: Scheduler, output: Sequence[int]) -> None:
     sharing, blocks, num_known = scheduler.prefixes, scheduler.blocks, len(state.token_ids)
-    sharing.take(state, sharing.find(state), -(-num_known // blocks.block_size))
+    num_blocks, hit = -(-num_known // blocks.block_size), sharing.find(state)
+    if blocks.num_free_without(hit.used_blocks) < num_blocks - len(hit.blocks):
+        hit = hit.without_head()  # as the scheduler does: the block to copy from is the one that is missing
+    sharing.take(state, hit, num_blocks)
     sharing.publish(state, num_known, planned=True, with_tail=True)
     sharing.end_admissions()
     state.num_computed = num_known

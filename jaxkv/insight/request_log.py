@@ -33,12 +33,14 @@ class RequestLog:
         """
         try:
             # Readable by its owner only: it tells who asked when, and with token ids what.
-            self._file = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8")
+            self._path = path
+            self._file = open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8")
+            self._end_broken_line()
         except OSError as error:
             raise ConfigError(
                 f"request_log is {path}, which cannot be written: {error.strerror}; choose another file"
             ) from error
-        self._path, self._token_ids = path, token_ids
+        self._token_ids = token_ids
         self.failed: str | None = None
         self.num_lost = 0
         self._waiting: queue.Queue[tuple[RequestRecord, RequestState, int] | None] = queue.Queue(MOST_WAITING)
@@ -63,6 +65,13 @@ class RequestLog:
         except queue.Full:
             return
         self._thread.join(timeout)
+
+    def _end_broken_line(self) -> None:
+        """What a full disk cut short last time must not swallow the first record of this one."""
+        file = self._file.fileno()
+        size = os.fstat(file).st_size
+        if size and os.path.isfile(self._path) and os.pread(file, 1, size - 1) != b"\n":
+            os.write(file, b"\n")
 
     def _run(self) -> None:
         with_end = False

@@ -160,6 +160,8 @@ async def _prompt(serving: Serving, body: TokenizeRequest) -> Prompt:
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
+    if isinstance(body.prompt, list):
+        return Prompt(None, tuple(body.prompt))
     if body.messages is None:
         return await serving.encode(body.prompt, body.add_special_tokens is not False)
     continues = bool(body.continue_final_message)

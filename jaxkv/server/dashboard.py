@@ -27,7 +27,7 @@ def _hash_of(tag: str) -> str:
 
 # Nothing from elsewhere, and no script but the page's own: callers' names are what strangers sent.
 _HEADERS = {
-    "content-security-policy": f"default-src 'none'; connect-src 'self'; style-src {_hash_of('style')}; "
+    "content-security-policy": f"default-src 'none'; connect-src 'self'; img-src data:; style-src {_hash_of('style')}; "
     f"script-src {_hash_of('script')}; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",

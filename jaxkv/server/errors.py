@@ -98,7 +98,8 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
     field = str(path[0])
     if first["type"] == "missing":
         return f"{'.'.join(map(str, path))} is missing", field
-    name = next((str(part) for part in reversed(path) if part in _UNIONS), None)
+    is_union = len(error.errors()) > 1
+    name = next((str(part) for part in reversed(path) if part in _UNIONS and is_union), None)
     where = ".".join(str(part) for part in path if name is None or isinstance(part, int) or part in (field, name))
     if name is not None:
         return f"{'.'.join([field] if name == field else [field, *map(str, path[1:2]), name])} {_UNIONS[name]}", field

@@ -244,9 +244,7 @@ class GenerationRequest(BaseModel, abc.ABC):
         if self.priority is not None and not -MAX_SEED - 1 <= self.priority <= MAX_SEED:
             raise RequestError(f"priority is {self.priority}; it must fit 64 bits", param="priority")
         for name, text in (("cache_salt", self.cache_salt), ("request_id", self.request_id)):
-            if text is not None and not 1 <= len(text) <= 1024:
-                raise RequestError(f"{name} has {len(text)} characters; 1 to 1024 are allowed", param=name)
-            _check_text(text, name)
+            _check_name(text, name)
         for text in self._stops():
             _check_text(text, "stop")
         for text in self.bad_words or ():
@@ -436,12 +434,13 @@ class TokenizeRequest(BaseModel):
 
 
 class DiagnosePrefixRequest(TokenizeRequest):
-    """/diagnose_prefix: the same, and the salt under which it would come."""
+    """/diagnose_prefix: the same or token ids, and the salt under which it would come."""
 
+    prompt: str | TokenIds | None = None
     cache_salt: str | None = None
 
     def check(self) -> None:
-        _check_text(self.cache_salt, "cache_salt")
+        _check_name(self.cache_salt, "cache_salt")
 
 
 class DetokenizeRequest(BaseModel):
@@ -456,6 +455,12 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise RequestError(f"logit_bias has the key {key[:50]!r}, which is not a token id", param="logit_bias")
     return int(key)
+
+
+def _check_name(text: str | None, param: str) -> None:
+    if text is not None and not 1 <= len(text) <= 1024:
+        raise RequestError(f"{param} has {len(text)} characters; 1 to 1024 are allowed", param=param)
+    _check_text(text, param)
 
 
 def _check_text(text: str | None, param: str) -> None:

@@ -16,12 +16,16 @@ import dataclasses
 import datetime
 import gzip
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from jaxkv.core.errors import UserError
-from jaxkv.core.request_record import SCHEMA, RequestRecord
+from jaxkv.core.request_record import SCHEMA, read_records
+
+_MOST_TOKENS = 2**24
+"""More than any model's context: a longer row is a mistake, and would be replayed for hours."""
 
 
 class TraceError(UserError):
@@ -82,7 +86,7 @@ def read_trace(path: str | pathlib.Path, *, block_size: int | None = None, limit
     path = pathlib.Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8", newline="") as file:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             if SCHEMA in file.readline():
                 file.seek(0)
                 return _request_log(file, path.name, limit)
@@ -94,7 +98,16 @@ def read_trace(path: str | pathlib.Path, *, block_size: int | None = None, limit
         raise TraceError(f"{path}: the trace has no rows")
     if any(request.block_ids is None for request in requests):
         return Trace(path.name, requests, None)
-    return Trace(path.name, requests, block_size or _fitting_block_size(requests, path.name))
+    if block_size is None:
+        return Trace(path.name, requests, _fitting_block_size(requests, path.name))
+    for number, row in enumerate(requests, 1):
+        fewest = row.input_length // block_size
+        if not fewest <= len(row.block_ids) <= fewest + 1:
+            raise TraceError(
+                f"{path.name}, row {number}: {len(row.block_ids)} hash_ids for {row.input_length} tokens are not of blocks "
+                f"of {block_size}: change the block size given for the trace, or leave it unset"
+            )
+    return Trace(path.name, requests, block_size)
 
 
 def full_block_ids(trace: Trace) -> Iterator[tuple[int, ...]]:
@@ -104,19 +117,13 @@ def full_block_ids(trace: Trace) -> Iterator[tuple[int, ...]]:
 
 
 def _request_log(file: Iterable[str], name: str, limit: int | None) -> Trace:
-    """Requests that were served whole, by arrival. A line that was being written when the server ended is left out."""
-    records, broken = [], None
-    for number, line in enumerate(file, 1):
-        if broken is not None:
-            raise broken
-        try:
-            record = RequestRecord.from_json(line)
-            if record.output_tokens:  # others were aborted before their prompt was computed, or never admitted
-                records.append(record)
-        except (ValueError, TypeError) as error:
-            broken = TraceError(f"{name}, line {number}: no record of our request log: {error}")
-    if broken is not None and line.endswith("\n"):
-        raise broken
+    """Requests that were served whole, by arrival."""
+    try:
+        records = read_records(file, name)
+    except ValueError as error:
+        raise TraceError(str(error)) from error
+    # Others were aborted before their prompt was computed, or never admitted.
+    records = [record for record in records if record.output_tokens]
     if not records:
         raise TraceError(f"{name}: no request in it was served")
     records.sort(key=lambda record: record.arrival)
@@ -147,7 +154,12 @@ def _request_log(file: Iterable[str], name: str, limit: int | None) -> Trace:
 def _rows(file: TextIO, name: str, limit: int | None) -> Iterator[TraceRequest]:
     first_line = file.readline()
     file.seek(0)
-    read = _csv_rows if first_line.upper().startswith("TIMESTAMP,") else _json_rows
+    is_csv = first_line.upper().startswith("TIMESTAMP,")
+    if first_line.strip() and not is_csv and not first_line.lstrip().startswith("{"):
+        raise TraceError(
+            f"{name}: its first line is neither a JSON object nor the header TIMESTAMP,ContextTokens,GeneratedTokens"
+        )
+    read = _csv_rows if is_csv else _json_rows
     start = None
     for number, row in enumerate(read(file, name)):
         if number == limit:
@@ -163,7 +175,7 @@ def _json_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
         try:
             row = json.loads(line)
             in_seconds = "chat_id" in row
-            yield TraceRequest(
+            yield _row(
                 arrival=float(row["timestamp"]) / (1 if in_seconds else 1000),
                 input_length=int(row["input_length"]),
                 output_length=int(row["output_length"]),
@@ -181,7 +193,7 @@ def _json_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
 def _csv_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
     for number, row in enumerate(csv.DictReader(file), 2):
         try:
-            yield TraceRequest(
+            yield _row(
                 arrival=_wall_clock_seconds(row["TIMESTAMP"]),
                 input_length=int(row["ContextTokens"]),
                 output_length=int(row["GeneratedTokens"]),
@@ -191,6 +203,17 @@ def _csv_rows(file: Iterable[str], name: str) -> Iterator[TraceRequest]:
                 f"{name}, line {number}: expected TIMESTAMP,ContextTokens,GeneratedTokens "
                 f"({type(error).__name__}: {error})"
             ) from error
+
+
+def _row(arrival: float, input_length: int, output_length: int, **fields: Any) -> TraceRequest:
+    """Raises ValueError for what no request can be."""
+    if not math.isfinite(arrival):
+        raise ValueError(f"the time is {arrival}")
+    if not 1 <= input_length <= _MOST_TOKENS:
+        raise ValueError(f"the prompt has {input_length} tokens; it must be 1 to {_MOST_TOKENS:,}")
+    if not 0 <= output_length <= _MOST_TOKENS:
+        raise ValueError(f"the output has {output_length} tokens; it must be 0 to {_MOST_TOKENS:,}")
+    return TraceRequest(arrival, input_length, output_length, **fields)
 
 
 def _wall_clock_seconds(text: str) -> float:

@@ -12,6 +12,7 @@ from jaxkv.insight.packing import unpacked
 from jaxkv.insight.token_texts import TokenBytes, as_text
 
 _MOST_CALLERS = 12
+_MOST_FINDINGS = 20
 _SIDE_TOKENS = 12  # shown of each side around a parting
 
 
@@ -27,7 +28,7 @@ def print_totals(console: Console, diagnosis: Diagnosis) -> None:
         table.add_row(str(row["caller"] or "-"), f"{row['requests']:,}", f"{row['tokens']:,}", *map(_share, shares))
     console.print(table, markup=False)
     pool = diagnosis.pool
-    size = "without bound" if pool.capacity_blocks is None else f"of {pool.capacity_blocks:,} blocks"
+    size = "of any number of blocks" if pool.capacity_blocks is None else f"of {pool.capacity_blocks:,} blocks"
     note = " (the most that the log's evictions allow: set capacity_blocks)" if diagnosis.is_estimated else ""
     source = "replayed, one request at a time, through" if diagnosis.is_replayed else "as the server counted; gains for"
     console.print(f"Found: {source} a pool {size}{note} of {diagnosis.log.block_size} tokens.", highlight=False)
@@ -65,9 +66,12 @@ def _share(value: float) -> str:
 def print_findings(console: Console, diagnosis: Diagnosis) -> None:
     if not diagnosis.findings:
         console.print("No fault was found.")
-    for number, finding in enumerate(diagnosis.findings, 1):
+    for number, finding in enumerate(diagnosis.findings[:_MOST_FINDINGS], 1):
         console.print(f"{number}. {finding.cause.replace('_', ' ')}", style="bold", markup=False)
         console.print(f"   {finding.sentence}", markup=False, highlight=False)
+    if rest := diagnosis.findings[_MOST_FINDINGS:]:
+        tokens = sum(finding.tokens_lost for finding in rest)
+        console.print(f"{len(rest):,} more, {tokens:,} tokens together: in the JSON document", highlight=False)
 
 
 def request_in_depth(

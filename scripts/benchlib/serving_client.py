@@ -37,6 +37,8 @@ async def first_model(session: aiohttp.ClientSession, base_url: str) -> str:
     """The first of the server's model ids. Raises ConfigError."""
     try:
         async with session.get(f"{base_url}/v1/models") as response:
+            if response.status in (401, 403):
+                raise ConfigError(f"the server at {base_url} wants another API key: set OPENAI_API_KEY to one of its own")
             return (await response.json())["data"][0]["id"]
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(

@@ -53,8 +53,8 @@ class EnginePlanner:
         self.num_too_long = len(trace.requests) - len(fitting)
         if len(fitting) < 4:
             raise ConfigError(
-                f"{self.num_too_long} of {len(trace.requests)} requests of {trace.name} are longer than the {limit:,} "
-                f"tokens that {config.model} takes, and too few are left to tune for: take another model or trace"
+                f"{len(fitting)} of {len(trace.requests)} requests of {trace.name} fit the {limit:,} tokens that "
+                f"{config.model} takes, and tuning needs 4: take a longer trace or another model"
             )
         self.trace = dataclasses.replace(trace, requests=fitting)
         self.refused: dict[tuple, str] = {}

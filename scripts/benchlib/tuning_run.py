@@ -61,6 +61,7 @@ def tune(report: Report, wanted: Wanted, config: EngineConfig, space: dict[str, 
     planner = EnginePlanner(config, model, wanted.device, trace, wanted.cost_model)
     default = planner.default()
     space = _searchable(space, planner, wanted.cost_model, report)
+    _tell_refused(space, planner, default, report)
     goal = Goal(*wanted.limits, wanted.goal_share)
     parts = _halves(planner.trace)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -145,6 +146,19 @@ def _searchable(
     for name in space.keys() & reasons.keys():
         report.console.print(f"{name} is not searched: {reasons[name]}", style="yellow", highlight=False)
     return {name: values for name, values in space.items() if name not in reasons}
+
+
+def _tell_refused(
+    space: dict[str, list[Value]], planner: EnginePlanner, default: Setting, report: Report
+) -> None:
+    """Values that no engine takes, or not with the default's other settings."""
+    for name, values in space.items():
+        for value in values:
+            setting = {**default, name: value}
+            if planner.engine(setting) is None:
+                report.console.print(
+                    f"{name} {value} is refused: {planner.reason(setting)}", style="yellow", highlight=False, markup=False
+                )
 
 
 def _open_trace(wanted: Wanted, vocab_size: int) -> Trace:

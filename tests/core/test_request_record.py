@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from jaxkv.core.metrics import MissReason, RequestMetrics
 from jaxkv.core.request import FinishReason
-from jaxkv.core.request_record import RequestRecord, salt_name
+from jaxkv.core.request_record import RequestRecord, read_records, salt_name
 
 seconds = st.none() | st.floats(0, 1e6)
 records = st.builds(
     RequestRecord, request_id=st.text(), arrival=st.floats(0, 2e9), finish_reason=st.sampled_from(["stop", "error"]),
     prompt_tokens=st.integers(1, 10**6), cached_tokens=st.integers(0, 10**6), computed_tokens=st.integers(0, 10**6),
-    output_tokens=st.integers(0, 10**6), missed=st.dictionaries(st.sampled_from(["first_seen", "salt"]), st.integers()),
-    ttft=seconds, e2e=seconds, caller=st.none() | st.text(), blocks=st.lists(st.text("0f", min_size=1)).map(tuple),
+    output_tokens=st.integers(0, 10**6), missed=st.dictionaries(st.sampled_from(["first_seen", "salt"]), st.integers(0)),
+    ttft=seconds, e2e=seconds, caller=st.none() | st.text(), blocks=st.lists(st.text("0f", min_size=16, max_size=16)).map(tuple),
     prompt_token_ids=st.none() | st.lists(st.integers(0, 9)).map(tuple),
 )  # fmt: skip
 
@@ -32,6 +32,41 @@ def test_lines_that_are_no_records():
             RequestRecord.from_json(line)
     with pytest.raises(ValueError, match="lacks arrival, cached_tokens, .*output_tokens"):
         RequestRecord.from_json('{"schema": "jaxkv.request/1", "request_id": "a", "prompt_tokens": 3}')
+
+
+@pytest.mark.parametrize(
+    "field, value, expected",
+    [
+        ("arrival", "noon", "a finite number"),
+        ("arrival", float("nan"), "a finite number"),
+        ("prompt_tokens", "40", "a whole number"),
+        ("prompt_tokens", -1, "a whole number"),
+        ("prompt_tokens", True, "a whole number"),
+        ("block_size", "x", "a whole number"),
+        ("caller", {}, "str | None"),
+        ("missed", [], "dict"),
+        ("prompt_token_ids", [1, -2], "tuple"),
+        ("blocks", [1, 2], "tuple"),
+        ("blocks", "abc", "tuple"),
+        ("blocks", ["abc"], "16 hexadecimal digits"),
+    ],
+)
+def test_a_field_of_another_type_is_named(field, value, expected):
+    row = json.loads(RequestRecord("a", 1.0, "stop", 2, 0, 2, 1).to_json()) | {field: value}
+    with pytest.raises(ValueError, match=f"{field} .*{expected}".replace("|", r"\|")):
+        RequestRecord.from_json(json.dumps(row))
+
+
+def test_lines_that_were_broken_off_are_told_and_left_out(caplog):
+    line = RequestRecord("a", 1.0, "stop", 2, 0, 2, 1).to_json()
+    lines = [line, line[:40], "", line, line[:-1]]
+    assert len(read_records(lines, "log")) == 2
+    assert [record.getMessage()[:11] for record in caplog.records] == ["log, line 2", "log, line 5"]
+    with pytest.raises(ValueError, match="log, line 2: no record of a request log .expected a JSON object"):
+        read_records([line, "{}"], "log")
+    for nothing, message in (([], "log: the log has no requests"), ([line[:9]], "log, line 1: no JSON")):
+        with pytest.raises(ValueError, match=message):
+            read_records(nothing, "log")
 
 
 def test_a_later_versions_fields_are_passed_over():

@@ -28,7 +28,7 @@ def random_rows(rng, count, size):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.booleans(), st.sampled_from([None, 14, 30]), st.sampled_from(["lru", "fifo_leaves"]))
+@given(st.integers(0, 2**32), st.booleans(), st.sampled_from([None, 12, 14, 30]), st.sampled_from(["lru", "fifo_leaves"]))
 def test_equals_the_engine_that_serves_one_at_a_time(seed, share_partial, capacity, policy):
     rows = random_rows(random.Random(seed), 40, 4)
     log = token_log([logged(i, tokens, salt=salt) for i, (tokens, salt) in enumerate(rows)], 4)

@@ -141,6 +141,13 @@ def test_the_file_is_its_owners_and_grows(path):
     assert list(read(path)) == ["first", "second"] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_line_that_a_full_disk_broke_off_is_ended_first(path):
+    path.write_text('{"schema": "jaxkv')
+    run(RequestLog(str(path)), [ask("next", [1, 2, 3])])
+    first, *records = path.read_text().splitlines()
+    assert first == '{"schema": "jaxkv' and [RequestRecord.from_json(line).request_id for line in records] == ["next"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_ends_the_log_and_nothing_else(caplog):
     log = RequestLog("/dev/full")

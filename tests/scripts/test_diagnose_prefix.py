@@ -11,6 +11,7 @@ import pytest
 from benchlib.planted_faults import make_example
 from benchlib.prompt_files import read_prompts
 
+from jaxkv.core.request_record import RequestRecord
 from jaxkv.insight.packing import unpacked
 from jaxkv.insight.prompt_log import LogError
 from tests.small_tokenizers import byte_level
@@ -46,6 +47,17 @@ def test_called_bare_it_finds_what_is_planted(tmp_path):
     assert document["files"] == list(map(str, pictures))
 
 
+def test_a_request_is_found_by_the_id_of_its_response(tmp_path):
+    path = tmp_path / "log.jsonl"
+    tokens = {"block_size": 4, "prompt_token_ids": (1, 2, 3, 4, 5), "output_token_ids": (6,)}
+    rows = [RequestRecord(name, i, "stop", 5, 0, 5, 1, **tokens) for i, name in enumerate(("other", "a1b2-0", "a1b2-1"))]
+    path.write_text("".join(row.to_json() + "\n" for row in rows))
+    for name in ("a1b2-0", "chatcmpl-a1b2", "cmpl-a1b2", "a1b2"):
+        _, document, stderr = run(f"--log={path}", f"--request_id={name}", "--capacity_blocks=2")
+        (request,) = [row for row in document["results"] if row["metric"] == "request"]
+        assert request["request_id"] == "a1b2-0", stderr
+
+
 def test_a_log_of_one_caller(log):
     code, document, stderr = run(f"--log={log}", "--caller=codes", "--capacity_blocks=700", "--request_id=codes-7")
     assert code == 0, stderr
@@ -63,7 +75,7 @@ def test_mistakes_are_named(log, tmp_path):
     damaged.write_text(log.read_text().splitlines()[0] + "\n{}\n")
     for arguments, message in (
         ((f"--log={log}", "--caller=nobody"), "caller is 'nobody', of whom there is no request; there are: archive"),
-        ((f"--log={log}", "--request_id=x"), "request_id is 'x', which is not in the log"),
+        ((f"--log={log}", "--request_id=x"), "request_id is 'x', which is not in the log; there are "),
         ((f"--log={log}", f"--prompts={log}"), "log and prompts are both set"),
         (
             (f"--log={damaged}",),

@@ -61,6 +61,9 @@ def test_serial_with_a_small_pool_and_a_measured_cost_model(tmp_path):
     (serial,) = json.loads(done.stdout.splitlines()[-1])["results"]
     assert (serial["capacity_blocks"], serial["policy"], serial["leaf_only"]) == (3, "fifo", True)
     assert 0 < serial["hit_blocks"] < 56 and serial["evictions"] > 0
+    done = run("replay_trace.py", f"--trace={trace}", "--serial", "--capacity_blocks=3", "--policy=opt")
+    (optimal,) = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert optimal["policy"] == "opt" and optimal["hit_blocks"] >= serial["hit_blocks"] > 0
     cost = tmp_path / "cost.json"
     cost.write_text(FittedCostModel(0.5, ((8192, 2.0),), 0.0, ((16, 0.25),), 0.0).to_json())
     flags = (f"--trace={trace}", f"--cost_model={cost}", "--num_requests=1", "--decode_steps=4", "--block_size=64")
@@ -93,6 +96,8 @@ def test_mistakes_are_named(tmp_path):
     for arguments, message in (
         (("--leaf_only",), "leaf_only is set, but policy is 'lru'"),
         ((f"--trace={lengths}", "--serial"), "no hash_ids"),
+        (("--policy=opt",), "add --serial"),
+        (("--policy=fifo", "--eviction_policy=lfu"), "they are one setting"),
     ):
         done = run("replay_trace.py", *arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr

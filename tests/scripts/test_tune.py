@@ -123,7 +123,8 @@ def test_one_speed_as_a_user_runs_it(tmp_path):
 
 def test_what_the_engine_refuses_is_told(tmp_path):
     trace = write_trace(tmp_path / "trace.jsonl")
-    document, _ = tuned(trace, {"kv_cache_dtype": ["int4"]}, speed=1.0)
+    document, told = tuned(trace, {"kv_cache_dtype": ["int4"]}, speed=1.0)
+    assert "kv_cache_dtype int4 is refused: no GPU kernel" in " ".join(told.split())
     (refused,) = results(document, kind="refused")
     assert refused["setting"]["kv_cache_dtype"] == "int4" and "no GPU kernel" in refused["skipped"]
 
@@ -159,7 +160,7 @@ def test_traffic_that_cannot_be_tuned_for_is_refused(tmp_path):
         ({"device": "detect"}, "calibrate_cost_model.py"),
         ({"limits": (1e-6, 0.1)}, "one by one"),
         ({"limits": (1e3, 1e3)}, "come at once"),
-        ({"settings": {"max_model_len": 100}}, "are longer than the 100 tokens"),
+        ({"settings": {"max_model_len": 100}}, "0 of 60 requests of trace.jsonl fit the 100 tokens"),
         ({"trace": at_once}, "arrive all at once"),
     ):
         with pytest.raises(ConfigError, match=message):

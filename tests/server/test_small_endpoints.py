@@ -83,7 +83,14 @@ def test_diagnose_prefix(server, byte_level):
     messages = [{"role": "user", "content": "Hi"}]
     tokens = server.post("/tokenize", messages=messages).json()["count"]
     assert server.post("/diagnose_prefix", messages=messages).json()["prompt_tokens"] == tokens
-    for wrong, param in ((b"{}", "prompt"), (rb'{"prompt": "x", "cache_salt": "\ud800"}', "cache_salt")):
+    ids = server.post("/tokenize", prompt="Hello there, you").json()["tokens"]
+    assert server.post("/diagnose_prefix", prompt=ids, cache_salt="mine").json() == told
+    for wrong, param in (
+        (b"{}", "prompt"),
+        (rb'{"prompt": "x", "cache_salt": "\ud800"}', "cache_salt"),
+        (b'{"prompt": "x", "cache_salt": ""}', "cache_salt"),
+        (b'{"prompt": "x", "cache_salt": "%s"}' % (b"x" * 1025), "cache_salt"),
+    ):
         refused = server.http.post("/diagnose_prefix", content=wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
     assert server.post("/diagnose_prefix", prompt="x", model="other").status_code == 404

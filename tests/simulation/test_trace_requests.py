@@ -174,7 +174,8 @@ def test_a_log_with_tokens_gives_prompts_and_outputs(tmp_path):
 @pytest.mark.parametrize(
     "lines, message",
     [
-        ([*records(), "nonsense", *records()], "line 3"),
+        ([*records(), "{}", *records()], "line 3"),
+        ([records()[0][:-1]], "line 1"),
         ([*records(4), *records(8)], "blocks of 4 and 8 tokens"),
         ([dataclasses.replace(RequestRecord.from_json(records()[0]), output_tokens=0).to_json()], "no request"),
     ],

@@ -67,7 +67,13 @@ def test_azure_form_without_final_newline(tmp_path, name):
     [
         ("", "no rows"),
         ("{}\n", "line 1: expected a JSON object with timestamp"),
-        ("[1]\n", "line 1"),
+        ("[1]\n", "its first line is neither a JSON object nor the header TIMESTAMP,"),
+        ("2023-11-16 18:15:46,374,44\n", "its first line is neither"),
+        ('{"timestamp": NaN, "input_length": 9, "output_length": 1}\n', "line 1: .*the time is nan"),
+        ('{"timestamp": 1e999, "input_length": 9, "output_length": 1}\n', "line 1: .*the time is inf"),
+        ('{"timestamp": 0, "input_length": -9, "output_length": 1}\n', "line 1: .*prompt has -9 tokens"),
+        ('{"timestamp": 0, "input_length": 9, "output_length": 1000000000000}\n', "line 1: .*output has 1000000000000"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-374,44\n", "line 2: .*prompt has -374"),
         ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 2]}\nnonsense\n', "line 2"),
         ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": []}\n', "give block_size"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", "line 2: expected TIMESTAMP"),
@@ -76,6 +82,20 @@ def test_azure_form_without_final_newline(tmp_path, name):
 def test_damaged_traces_are_refused_by_line(tmp_path, text, message):
     with pytest.raises(TraceError, match=message):
         read_trace(write(tmp_path / "t.jsonl", text))
+
+
+def test_a_byte_order_mark_is_no_harm(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46,374,44\r\n")
+    assert read_trace(path).requests[0].input_length == 374
+
+
+def test_a_block_size_that_is_not_the_rows_is_refused(tmp_path):
+    row = '{"timestamp": 0, "input_length": 40, "output_length": 1, "hash_ids": [1, 2, 3]}\n'
+    path = write(tmp_path / "t.jsonl", row)
+    assert read_trace(path, block_size=16).block_size == 16
+    with pytest.raises(TraceError, match="row 1: 3 hash_ids for 40 tokens are not of blocks of 512"):
+        read_trace(path, block_size=512)
 
 
 def test_damaged_gzip_is_refused(tmp_path):
