@@ -16,7 +16,9 @@ from jaxkv.insight.reuse_distance import needed_capacities
 from jaxkv.insight.same_elsewhere import find_same_elsewhere
 from jaxkv.insight.token_texts import TokenBytes
 
-OWN_GROUP = 20  # requests of a caller from which on they are compared among themselves
+# A caller's requests are compared among themselves from so many on, and from this share of all: one fault of a template
+# that hundreds of callers use is one finding.
+OWN_GROUP, OWN_SHARE = 20, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +155,9 @@ def _groups(log: PromptLog) -> list[list[int]]:
     by_caller: defaultdict[str | None, list[int]] = defaultdict(list)
     for number, request in enumerate(log.requests):
         by_caller[request.caller].append(number)
-    large = [numbers for numbers in by_caller.values() if len(numbers) >= OWN_GROUP]
-    small = sorted(n for numbers in by_caller.values() if len(numbers) < OWN_GROUP for n in numbers)
+    least = max(OWN_GROUP, OWN_SHARE * len(log.requests))
+    large = [numbers for numbers in by_caller.values() if len(numbers) >= least]
+    small = sorted(n for numbers in by_caller.values() if len(numbers) < least for n in numbers)
     return [*large, small] if small else large
 
 

@@ -50,6 +50,15 @@ def test_each_of_two_spans_is_worth_what_lies_between():
     assert rates == [pytest.approx(8 * (32 + 64) / tokens), pytest.approx(8 * (32 + 64 + 128) / tokens)]
 
 
+def test_one_fault_of_many_callers_is_one_finding():
+    rng = random.Random(3)
+    head, behind = fresh(rng, 16), fresh(rng, 64)
+    prompts = [[*head, 20_000 + i, *behind] for i in range(40 * 25)]
+    log = token_log([logged(i, tokens, caller=f"caller {i % 40}") for i, tokens in enumerate(prompts)], 16)
+    (finding,) = faults_of(log)
+    assert (finding.num_requests, len(finding.callers)) == (1000, 40) and "and 37 more" in finding.sentence
+
+
 def test_the_gain_is_of_the_pool_that_there_is():
     rng = random.Random(2)
     head, behind = fresh(rng, 16), fresh(rng, 160)
