@@ -35,6 +35,7 @@ _UNIONS = {
     "content": "must be a string, a list of parts, or null",
     "tool_choice": "must be a string or an object",
 }
+_UNIONS_OF = {"/diagnose_prefix": _UNIONS | {"prompt": "must be a string or a list of token ids"}}
 
 
 class Error(pydantic.BaseModel):
@@ -85,7 +86,7 @@ def exception_body(error: Exception) -> tuple[dict[str, Any], int]:
     return error_body("Internal server error; the server's log has the details.", 500), 500
 
 
-def _validation_message(error: RequestValidationError) -> tuple[str, str | None]:
+def _validation_message(error: RequestValidationError, unions: dict[str, str]) -> tuple[str, str | None]:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"The request body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
@@ -99,10 +100,10 @@ def _validation_message(error: RequestValidationError) -> tuple[str, str | None]
     if first["type"] == "missing":
         return f"{'.'.join(map(str, path))} is missing", field
     is_union = len(error.errors()) > 1
-    name = next((str(part) for part in reversed(path) if part in _UNIONS and is_union), None)
+    name = next((str(part) for part in reversed(path) if part in unions and is_union), None)
     where = ".".join(str(part) for part in path if name is None or isinstance(part, int) or part in (field, name))
     if name is not None:
-        return f"{'.'.join([field] if name == field else [field, *map(str, path[1:2]), name])} {_UNIONS[name]}", field
+        return f"{'.'.join([field] if name == field else [field, *map(str, path[1:2]), name])} {unions[name]}", field
     return f"{where}: {first['msg']}", field
 
 
@@ -110,8 +111,8 @@ def install(app: FastAPI) -> None:
     """Error objects instead of FastAPI's own answers."""
 
     @app.exception_handler(RequestValidationError)
-    async def validation(_: Request, error: RequestValidationError) -> Response:
-        message, param = _validation_message(error)
+    async def validation(request: Request, error: RequestValidationError) -> Response:
+        message, param = _validation_message(error, _UNIONS_OF.get(request.url.path, _UNIONS))
         return error_response(message, 400, param)
 
     @app.exception_handler(HTTPException)

@@ -94,6 +94,11 @@ def test_diagnose_prefix(server, byte_level):
         refused = server.http.post("/diagnose_prefix", content=wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
     assert server.post("/diagnose_prefix", prompt="x", model="other").status_code == 404
+    for path, told in (
+        ("/diagnose_prefix", "prompt must be a string or a list of token ids"),
+        ("/tokenize", "prompt: Input should be a valid string"),
+    ):
+        assert server.post(path, prompt=["a", "b"]).json()["error"]["message"] == told
 
 
 def test_a_prompt_that_cannot_be_served_is_no_failure_of_the_engine(serve):
