@@ -26,7 +26,10 @@ ALL = (
 
 OPERATIONS = ("decode_attention", "prefill_attention", "kv_write", "block_copy")
 # Those with kernels in Mosaic GPU, and the formats that these read.
-MOSAIC_OPERATIONS = {"decode_attention": ("bfloat16", "float16", "int8")}
+MOSAIC_OPERATIONS = {
+    "decode_attention": ("bfloat16", "float16", "int8"),
+    "block_copy": ("float32", "bfloat16", "float16", "int8"),
+}
 # A tile and its scales are in one block; so are values, which lie transposed there.
 _LEAST_MOSAIC_INT8_BLOCK = 64
 

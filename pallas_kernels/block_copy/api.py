@@ -8,9 +8,19 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_copy import pallas_triton, reference, xla
 from pallas_kernels.layer_kv import LayerKV
 
+
+def _pallas_mosaic_gpu(*arrays, interpret: bool = False) -> LayerKV:
+    """Imported when it is called: see mosaic_support."""
+    from pallas_kernels.block_copy import pallas_mosaic_gpu
+
+    return pallas_mosaic_gpu.block_copy(*arrays, interpret=interpret)
+
+
 _IMPLEMENTATIONS = {
     "pallas_triton": pallas_triton.block_copy,
     "pallas_triton_interpreted": functools.partial(pallas_triton.block_copy, interpret=True),
+    "pallas_mosaic_gpu": _pallas_mosaic_gpu,
+    "pallas_mosaic_gpu_interpreted": functools.partial(_pallas_mosaic_gpu, interpret=True),
     "xla": xla.block_copy,
     "reference": reference.block_copy,
 }

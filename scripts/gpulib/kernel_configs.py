@@ -81,12 +81,12 @@ def _kv_write(kv_format: str, head_dim: int, num_tokens: int) -> KernelConfig:
     return KernelConfig("kv_write", call, donate=(0,))
 
 
-def _block_copy(kv_format: str, head_dim: int) -> KernelConfig:
+def _block_copy(kv_format: str, head_dim: int, *, implementation: str = "pallas_triton") -> KernelConfig:
     def call():
-        copy = functools.partial(block_copy, implementation="pallas_triton")
+        copy = functools.partial(block_copy, implementation=implementation)
         return copy, (pool(kv_format, head_dim), shape(16), shape(16), shape(16))
 
-    return KernelConfig("block_copy", call, donate=(0,))
+    return KernelConfig("block_copy", call, donate=(0,), is_mosaic=implementation == "pallas_mosaic_gpu")
 
 
 def _decode(
@@ -193,6 +193,10 @@ MOSAIC_CONFIGS: dict[str, KernelConfig] = {
         if kv_format != "int8" or block_size >= TILE
     },
     "mosaic/decode/merge/d128": _decode("bfloat16", 128, 4, merge=True, implementation="pallas_mosaic_gpu"),
+    **{
+        f"mosaic/block_copy/{kv_format}/d128": _block_copy(kv_format, 128, implementation="pallas_mosaic_gpu")
+        for kv_format in ("bfloat16", "int8")
+    },
 }
 if mosaic_support.unavailable() is None:
     CONFIGS |= MOSAIC_CONFIGS

@@ -51,7 +51,7 @@ def test_what_mosaic_gpu_has_no_kernel_for_runs_in_triton():
         "decode_attention": "pallas_mosaic_gpu",
         "prefill_attention": "pallas_triton",
         "kv_write": "pallas_triton",
-        "block_copy": "pallas_triton",
+        "block_copy": "pallas_mosaic_gpu",
     }
     assert dispatch.backend("kv_write", "pallas_mosaic_gpu_interpreted") == "pallas_triton_interpreted"
     with pytest.raises(ValueError, match="unknown implementation 'flash'; known: pallas_triton, "):
