@@ -79,7 +79,7 @@ class Finding:
     def _outcome(self) -> str:
         gain = self.gain
         if gain is None:
-            return f"The gain of {self.remedy[0].lower()}{self.remedy[1:]} was not replayed (raise most_replayed)."
+            return f"What may help, not replayed: {self.remedy[0].lower()}{self.remedy[1:]}."
         bound = "any number of" if gain.capacity_blocks is None else f"{gain.capacity_blocks:,}"
         replayed = f"{gain.requests:,} requests replayed one at a time, {bound} blocks of {gain.block_size} tokens"
         steps = "".join(f"; {name}: {_percent(rate)}" for name, rate in gain.steps) if len(gain.steps) > 1 else ""
