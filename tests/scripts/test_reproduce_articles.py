@@ -423,7 +423,7 @@ def test_the_program_in_simulation(tmp_path):
     assert verdicts[0]["engine"] == "llama-2-7b on a100-40g, simulated" and "token 6 (planted: 6)" in verdicts[0]["why"]
     (eager,) = [result for result in document["results"] if result.get("claim") == "B13"]
     assert "--mode=cpu or gpu" in eager["skipped"]
-    assert [pathlib.Path(file).name for file in document["files"]] == ["memory_by_length.png"]
+    assert [pathlib.Path(file).name for file in document["files"]] == ["memory_by_length.png", "three_steps.png"]
     assert pathlib.Path(document["files"][0]).read_bytes().startswith(b"\x89PNG")
 
 
