@@ -63,7 +63,7 @@ def test_many_callers_one_of_them_with_a_script_for_a_name(folder):
     assert "&lt;script&gt;document.title = 'owned'&lt;/script&gt;" in seen.dom
     assert seen.dom.count("<script") == 1
     text = text_of(seen.dom)
-    assert "(other)" in text and "evicted before reuse" in text and "31\n" in text and "66 waiting" in text
+    assert "(other)" in text and "evicted before reuse" in text and "31\n" in text and "64 waiting" in text
 
 
 def test_it_is_live(hidden_tail, folder):
